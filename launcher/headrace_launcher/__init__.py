@@ -1,0 +1,1 @@
+"""The launcher: resolves the model, starts shards and router, supervises them, drains."""

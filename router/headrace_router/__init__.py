@@ -1,0 +1,1 @@
+"""The router: tokenises, queues, schedules every step and streams over HTTP. Never imports torch."""

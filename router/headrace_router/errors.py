@@ -1,0 +1,145 @@
+"""Every error a caller can meet.
+
+    HeadraceError                500 internal
+    ├── BadRequest               400 bad_request       not JSON, not UTF-8
+    ├── Unauthorized             401 unauthorized
+    ├── NotFound                 404 not_found
+    │   └── ModelNotFound        404 model_not_found (422 validation on the native face)
+    ├── MethodNotAllowed         405 method_not_allowed
+    ├── PayloadTooLarge          413 payload_too_large
+    ├── UnsupportedMediaType     415 unsupported_media_type
+    ├── ValidationError          422 validation        (400 on the OpenAI face)
+    │   ├── ContextLengthExceeded                      (400, code context_length_exceeded)
+    │   └── TemplateError        422 template_error
+    ├── GenerationError          424 generation        the step that held the request failed (500 on OpenAI)
+    ├── Overloaded               429 overloaded        with retry-after
+    └── Unavailable              503 unhealthy         shard gone, starting or draining, with retry-after
+
+An error has one message, in the words of the native face, and optionally another for the OpenAI face.
+`api/tgi.py` and `api/openai.py` render it in the envelope of their face.
+"""
+
+
+class HeadraceError(Exception):
+    """Root of the tree; also what an unforeseen fault of one request becomes."""
+
+    status = 500
+    openai_status: int | None = None
+    """When it differs from `status`."""
+    error_type = "internal"
+    openai_type = "server_error"
+    code: str | None = None
+    retry_after_seconds: int | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, openai_message: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        """The field at fault, as a path."""
+        self.openai_message = openai_message or message
+
+
+class BadRequest(HeadraceError):
+    """The body cannot be read as JSON."""
+
+    status = 400
+    error_type = "bad_request"
+    openai_type = "invalid_request_error"
+
+
+class Unauthorized(HeadraceError):
+    """No key, or a wrong one."""
+
+    status = 401
+    error_type = "unauthorized"
+    openai_type = "invalid_request_error"
+    code = "invalid_api_key"
+
+
+class NotFound(HeadraceError):
+    """No such route."""
+
+    status = 404
+    error_type = "not_found"
+    openai_type = "invalid_request_error"
+
+
+class ModelNotFound(NotFound):
+    """The request names a model or adapter that is not served."""
+
+    status = 422
+    openai_status = 404
+    error_type = "validation"
+    code = "model_not_found"
+
+
+class MethodNotAllowed(HeadraceError):
+    """The route exists, for another method."""
+
+    status = 405
+    error_type = "method_not_allowed"
+    openai_type = "invalid_request_error"
+
+
+class PayloadTooLarge(HeadraceError):
+    """The body is over `--payload-limit`."""
+
+    status = 413
+    error_type = "payload_too_large"
+    openai_type = "invalid_request_error"
+
+
+class UnsupportedMediaType(HeadraceError):
+    """The body is not declared as JSON, or is compressed."""
+
+    status = 415
+    error_type = "unsupported_media_type"
+    openai_type = "invalid_request_error"
+
+
+class ValidationError(HeadraceError):
+    """A field is of the wrong shape, out of range or not supported."""
+
+    status = 422
+    openai_status = 400
+    error_type = "validation"
+    openai_type = "invalid_request_error"
+
+
+class ContextLengthExceeded(ValidationError):
+    """Prompt and answer do not fit into the context."""
+
+    code = "context_length_exceeded"
+
+
+class TemplateError(ValidationError):
+    """The chat template is missing, or refused the messages."""
+
+    error_type = "template_error"
+
+
+class GenerationError(HeadraceError):
+    """The step that held the request failed."""
+
+    status = 424
+    openai_status = 500
+    error_type = "generation"
+
+
+class Overloaded(HeadraceError):
+    """`--max-concurrent-requests` are in the server already."""
+
+    status = 429
+    error_type = "overloaded"
+    openai_type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+    retry_after_seconds = 1
+
+
+class Unavailable(HeadraceError):
+    """The shard is gone or not there yet, or the server is going down."""
+
+    status = 503
+    error_type = "unhealthy"
+    openai_type = "service_unavailable"
+    retry_after_seconds = 5
