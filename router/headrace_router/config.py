@@ -96,12 +96,13 @@ class RouterSettings:
             return
         if self.max_input_tokens is not None and self.max_input_tokens >= highest:
             raise SettingsError(
-                f"--max-input-tokens: must be less than --max-total-tokens ({highest}), got {self.max_input_tokens}"
+                f"--max-input-tokens: must be less than --max-total-tokens ({highest}), "
+                f"got {self.max_input_tokens}"
             )
         if self.max_batch_total_tokens is not None and highest > self.max_batch_total_tokens:
             raise SettingsError(
-                f"--max-total-tokens: must be at most --max-batch-total-tokens ({self.max_batch_total_tokens}), "
-                f"got {highest}"
+                f"--max-total-tokens: must be at most --max-batch-total-tokens "
+                f"({self.max_batch_total_tokens}), got {highest}"
             )
 
 
