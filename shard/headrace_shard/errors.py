@@ -1,0 +1,63 @@
+"""Every error of a shard, and the gRPC status each becomes. Knows no tensors and no messages.
+
+    ShardError                   INTERNAL             what an unforeseen fault of one step becomes
+    ├── InvalidStep              INVALID_ARGUMENT     the router names a sequence, block or token that is not there
+    ├── NotWarm                  FAILED_PRECONDITION  a step before Warmup
+    ├── OutOfMemory              RESOURCE_EXHAUSTED   the step, the weights or the KV cache do not fit
+    └── StartError               FAILED_PRECONDITION  the shard cannot start; ends the process with one line
+        ├── CheckpointError                           files missing, damaged or contradicting each other
+        ├── UnsupportedModel                          sound files of a network that is not implemented
+        ├── UnsupportedDevice                         the device or attention backend cannot be used here
+        └── KernelUnavailable                         a native kernel cannot be built or loaded on this machine
+
+The service answers a `ShardError` with its status and message and goes on. A `StartError` never reaches the
+wire: `__main__` prints its message and exits with status 1.
+"""
+
+import grpc
+
+
+class ShardError(Exception):
+    """Root of the tree. `str(error)` is one line that gives the value, the limit and the cure."""
+
+    status: grpc.StatusCode = grpc.StatusCode.INTERNAL
+
+
+class InvalidStep(ShardError):
+    """The step contradicts what the shard holds; nothing of it was executed."""
+
+    status = grpc.StatusCode.INVALID_ARGUMENT
+
+
+class NotWarm(ShardError):
+    """A step came before `Warmup` had allocated the KV cache."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class OutOfMemory(ShardError):
+    """The device has too little memory for what was asked."""
+
+    status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class StartError(ShardError):
+    """The shard cannot start as it is configured."""
+
+    status = grpc.StatusCode.FAILED_PRECONDITION
+
+
+class CheckpointError(StartError):
+    """A model folder or GGUF file is missing, incomplete, damaged, or its parts contradict each other."""
+
+
+class UnsupportedModel(StartError):
+    """The checkpoint is sound, but its architecture, scaling or quantisation is not implemented."""
+
+
+class UnsupportedDevice(StartError):
+    """The device or attention backend that was asked for cannot be used on this machine."""
+
+
+class KernelUnavailable(StartError):
+    """A native kernel cannot be built or loaded here; whoever asked may take the torch path instead."""

@@ -1,0 +1,37 @@
+"""What one forward pass is given, and nothing else. Knows neither sequences nor requests.
+
+`prepare.py` builds it once per step; models hand it on unread; attention alone reads it.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardInputs:
+    """Prompt chunks and decodes of one step, end to end in one row of tokens.
+
+    T tokens in all, S sequences, R rows whose logits are wanted. A sequence with n tokens in this step and c
+    in `context_lens` computes positions c - n to c - 1 and attends to everything up to its own position.
+    Warm-up may put rows that write to a scratch block; a slot is never negative.
+    """
+
+    token_ids: Tensor
+    """[T] int64."""
+    positions: Tensor
+    """[T] int64: position in its sequence, from 0."""
+    slots: Tensor
+    """[T] int64: block * block_size + offset, where the token's keys and values go."""
+    query_starts: Tensor
+    """[S + 1] int32: the tokens of sequence i are rows query_starts[i] to query_starts[i + 1] - 1."""
+    context_lens: Tensor
+    """[S] int32: tokens of the sequence in the KV cache once this step has written its own."""
+    block_tables: Tensor
+    """[S, max_blocks] int32, contiguous: blocks in the order of the sequence; entries past its end are unread."""
+    logit_rows: Tensor
+    """[R] int64: rows of the hidden states whose logits are wanted."""
+    max_query_len: int
+    """Most tokens that one sequence has in this step; 1 in a pure decode."""
+    max_context_len: int
+    """Largest of `context_lens`."""
