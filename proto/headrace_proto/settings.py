@@ -117,6 +117,8 @@ def _parse(text: str, kind: type[Any], meta: Meta, where: str) -> Any:
         noun = {"int": "a whole number", "float": "a number"}.get(kind.__name__, kind.__name__)
         raise SettingsError(f"{where}: expected {noun}, got {text!r}") from None
     if meta.choices and value not in meta.choices:
+        value = text.strip().lower()
+    if meta.choices and value not in meta.choices:
         raise SettingsError(f"{where}: expected one of {', '.join(meta.choices)}, got {text!r}")
     if kind in (int, float):
         if meta.minimum is not None and not value >= meta.minimum:

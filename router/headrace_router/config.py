@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from headrace_proto.logs import LEVELS
 from headrace_proto.settings import SettingsError, setting
 
 
@@ -89,6 +90,9 @@ class RouterSettings:
         tgi=True,
     )
     json_output: bool = setting(False, help="Log lines are JSON objects.", tgi=True)
+    log_level: str = setting(
+        "info", help="Log lines below this level are not written.", choices=tuple(LEVELS), tgi=True
+    )
 
     def __post_init__(self) -> None:
         highest = self.max_total_tokens

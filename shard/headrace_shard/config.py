@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from headrace_proto.logs import LEVELS
 from headrace_proto.settings import setting
 
 
@@ -37,6 +38,9 @@ class ShardSettings:
         None, help="Threads that compute on a CPU. Default: the cores this process may use.", minimum=1
     )
     json_output: bool = setting(False, help="Log lines are JSON objects.", tgi=True)
+    log_level: str = setting(
+        "info", help="Log lines below this level are not written.", choices=tuple(LEVELS), tgi=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
