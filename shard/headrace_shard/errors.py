@@ -1,14 +1,14 @@
 """Every error of a shard, and the gRPC status each becomes. Knows no tensors and no messages.
 
     ShardError                   INTERNAL             what an unforeseen fault of one step becomes
-    ├── InvalidStep              INVALID_ARGUMENT     the router names a sequence, block or token that is not there
+    ├── InvalidStep              INVALID_ARGUMENT     a sequence, block or token that is not there
     ├── NotWarm                  FAILED_PRECONDITION  a step before Warmup
     ├── OutOfMemory              RESOURCE_EXHAUSTED   the step, the weights or the KV cache do not fit
     └── StartError               FAILED_PRECONDITION  the shard cannot start; ends the process with one line
         ├── CheckpointError                           files missing, damaged or contradicting each other
-        ├── UnsupportedModel                          sound files of a network that is not implemented
+        ├── UnsupportedModel                          sound files of a network not implemented
         ├── UnsupportedDevice                         the device or attention backend cannot be used here
-        └── KernelUnavailable                         a native kernel cannot be built or loaded on this machine
+        └── KernelUnavailable                         a native kernel cannot be built or loaded here
 
 The service answers a `ShardError` with its status and message and goes on. A `StartError` never reaches the
 wire: `__main__` prints its message and exits with status 1.

@@ -28,7 +28,7 @@ class ForwardInputs:
     context_lens: Tensor
     """[S] int32: tokens of the sequence in the KV cache once this step has written its own."""
     block_tables: Tensor
-    """[S, max_blocks] int32, contiguous: blocks in the order of the sequence; entries past its end are unread."""
+    """[S, max_blocks] int32, contiguous: blocks in sequence order; entries past the end are unread."""
     logit_rows: Tensor
     """[R] int64: rows of the hidden states whose logits are wanted."""
     max_query_len: int

@@ -47,7 +47,8 @@ class AttentionBackend(Protocol):
 def pick(name: str, device: torch.device) -> tuple[AttentionBackend, str]:
     """The backend called `name`, or for "auto" the fastest that works on `device`, and one line saying why.
 
-    Raises UnsupportedDevice when the named one cannot be used there, KernelUnavailable when it cannot be built.
+    Raises UnsupportedDevice when the named one cannot be used there, KernelUnavailable when it cannot be
+    built.
     """
     if name == "auto":
         if device.type != "cpu":
