@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass
 from typing import Any, NoReturn, TypeVar
 
+from headrace_proto import __version__
+
 T = TypeVar("T")
 
 TRUE_WORDS = ("1", "true", "yes")
@@ -95,6 +97,22 @@ class _Parser(argparse.ArgumentParser):
         raise SettingsError(message)
 
 
+class _Once(argparse.Action):
+    """A value that may not be given twice with different meanings, under whichever of its names."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        flag: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, values)
+        if before != values:
+            raise SettingsError(f"{flag}: given twice, as {before!r} and {values!r}")
+        setattr(namespace, self.dest, values)
+
+
 def _value_type(annotation: Any) -> type[Any]:
     """`int` for `int`, `int | None` and `tuple[int, ...]`."""
     if isinstance(annotation, types.UnionType):
@@ -144,7 +162,10 @@ def parser_for(settings: type[Any], program: str, description: str) -> argparse.
             options["metavar"] = "|".join(meta.choices) if meta.choices else field.name.upper()
         if meta.is_list:
             options["action"] = "append"
+        else:
+            options["action"] = _Once
         parser.add_argument(*names, **options)
+    parser.add_argument("--version", "-V", action="version", version=f"{program} {__version__}")
     return parser
 
 
@@ -225,6 +246,15 @@ def to_environment(settings: Any) -> dict[str, str]:
             name = f"HEADRACE_{field.name.upper()}"
             environment[name] = ",".join(value) if meta.is_list else _spelled(value)
     return environment
+
+
+def without_settings(environment: Mapping[str, str], settings: type[Any]) -> dict[str, str]:
+    """The environment less every variable that the class reads.
+
+    A child that is told its settings by `to_argv` must not find others in what it inherits.
+    """
+    read = {name for field, meta in fields_of(settings) for name in environment_names(field.name, meta)}
+    return {name: value for name, value in environment.items() if name not in read}
 
 
 def pick(settings: type[T], source: Any, **overrides: Any) -> T:
