@@ -14,7 +14,6 @@ class ForwardInputs:
 
     T tokens in all, S sequences, R rows whose logits are wanted. A sequence with n tokens in this step and c
     in `context_lens` computes positions c - n to c - 1 and attends to everything up to its own position.
-    Warm-up may put rows that write to a scratch block; a slot is never negative.
     """
 
     token_ids: Tensor

@@ -1,0 +1,67 @@
+"""The tensors that hold keys and values of all layers. Knows no sequences and does not choose blocks.
+
+The attention backend fixes the layout; the router says which blocks are whose.
+"""
+
+import math
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from headrace_shard.errors import OutOfMemory
+
+
+class CacheLayout(Protocol):
+    """What the cache asks of an attention backend."""
+
+    def cache_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's keys, and of its values."""
+        ...
+
+
+class CacheDimensions(Protocol):
+    """What the cache asks of a `ModelConfig`."""
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+class KVCache:
+    """`keys[layer]` and `values[layer]`, each of the backend's shape for `num_blocks` blocks."""
+
+    def __init__(
+        self,
+        config: CacheDimensions,
+        num_blocks: int,
+        backend: CacheLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raises OutOfMemory when the device cannot hold so many blocks."""
+        self.num_blocks = num_blocks
+        shape = backend.cache_shape(num_blocks, config.num_kv_heads, config.head_dim)
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        try:
+            # Zeros, for a slot never written may be read behind a mask, and 0 times NaN is NaN. On a CPU the
+            # pages come from the system when they are first written.
+            for _ in range(config.num_layers):
+                self.keys.append(torch.zeros(shape, dtype=dtype, device=device))
+                self.values.append(torch.zeros(shape, dtype=dtype, device=device))
+        except RuntimeError as error:
+            num_bytes = num_blocks * block_bytes(config, backend, dtype)
+            raise OutOfMemory(
+                f"no memory on {device} for a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB); "
+                "lower --kv-cache-memory or --max-batch-total-tokens"
+            ) from error
+
+
+def block_bytes(config: CacheDimensions, backend: CacheLayout, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers, keys and values."""
+    numbers = math.prod(backend.cache_shape(1, config.num_kv_heads, config.head_dim))
+    return 2 * config.num_layers * numbers * dtype.itemsize
