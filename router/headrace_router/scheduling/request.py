@@ -4,7 +4,7 @@ The life of a sequence; the scheduler alone moves it:
 
     WAITING ──admitted──► RUNNING ──last token──► FINISHED
        ▲                     │
-       └─────preempted───────┘        cancelled or failed, from either: FINISHED
+       └─────preempted───────┘        cancelled, stopped or failed, from either: FINISHED
 
 WAITING   in the queue; holds no blocks; the shard does not know it
 RUNNING   holds blocks; the shard knows it; it may still be computing its prompt
@@ -71,7 +71,7 @@ class FinishReason(enum.Enum):
     FAILED = "failed"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """A request on its way: what it has generated, computed and holds."""
 
@@ -89,6 +89,10 @@ class Sequence:
     admitted_at: float | None = None
     """When it was first admitted."""
     num_preemptions: int = 0
+    num_overtaken: int = 0
+    """Younger sequences that were admitted while this one waited for blocks."""
+    num_replays: int = 0
+    """Shards that were lost while they computed this one's prompt."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -100,3 +104,8 @@ class Sequence:
     def num_pending(self) -> int:
         """Tokens that are still to be computed before the next one can be sampled."""
         return self.num_tokens - self.num_computed
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether its prompt's log-probabilities are still to come; with the first token they have."""
+        return self.request.prompt_logprobs and not self.output_ids

@@ -30,6 +30,12 @@ class Step:
     scheduled: list[ScheduledSequence]
     dropped_ids: list[int]
     """Sequences the shard must forget before this step."""
+    admitted: list[Sequence]
+    """Those that left the queue for this step, also such as come back after a preemption."""
+    num_preempted: int
+    """Sequences that gave up their blocks for this step."""
+    is_overdue: bool
+    """Whether they were admitted because `max_waiting_tokens` had passed."""
 
     @property
     def is_prefill(self) -> bool:
@@ -83,7 +89,7 @@ class StepResult:
 
 @dataclass(slots=True, kw_only=True)
 class Update:
-    """What a result changed for one sequence."""
+    """What a result changed for one sequence; when it ended, `sequence.finish_reason` says why."""
 
     sequence: Sequence
     token: SampledToken | None = None

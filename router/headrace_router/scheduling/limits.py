@@ -1,0 +1,215 @@
+"""What one server can hold: derived once from the user's settings, the shard's facts and its capacity.
+
+    plan(wanted, info)              → Plan       what the shard is asked to warm up for
+    derive(wanted, info, capacity)  → Limits     what requests are held to, and the rows that explain it
+
+Knows no flags' parsing and no wire; messages name the flags because their readers set them.
+"""
+
+from dataclasses import dataclass
+
+CPU_STEP_TOKENS = 512
+GPU_STEP_TOKENS = 4096
+
+
+class LimitsError(Exception):
+    """Settings contradict what the model or the memory allows. One line with the numbers and the cure."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What the user set; None leaves it to us."""
+
+    max_input_tokens: int | None = None
+    max_total_tokens: int | None = None
+    max_step_tokens: int | None = None
+    """`--max-batch-prefill-tokens`."""
+    max_cache_tokens: int | None = None
+    """`--max-batch-total-tokens`."""
+    max_batch_size: int | None = None
+    max_concurrent_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """What a shard says of itself."""
+
+    model_type: str
+    dtype: str
+    device: str
+    """`cpu` or `cuda`."""
+    attention: str
+    block_size: int
+    vocab_size: int
+    max_positions: int
+    """The longest context the model was made for."""
+    eos_token_ids: frozenset[int]
+    weight_bytes: int
+    version: str
+    instance: str
+    """Changes whenever the process does."""
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What a shard found at warm-up."""
+
+    num_blocks: int
+    block_bytes: int
+    step_seconds: float
+    available_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a shard is asked to warm up for."""
+
+    max_step_tokens: int
+    max_step_sequences: int
+    max_cache_tokens: int
+    """0: as many as fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What requests and steps are held to."""
+
+    max_input_tokens: int
+    max_total_tokens: int
+    """Prompt and answer together; never more than the cache holds."""
+    max_step_tokens: int
+    max_step_sequences: int
+    """At most `max_step_tokens`, so that every running sequence can have a token in every step."""
+    num_blocks: int
+    block_size: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_step_sequences <= self.max_step_tokens:
+            raise ValueError(
+                f"{self.max_step_sequences} sequences in a step of {self.max_step_tokens} tokens"
+            )
+        if self.max_total_tokens > self.num_blocks * self.block_size:
+            raise ValueError(f"{self.max_total_tokens} tokens in {self.num_blocks} blocks")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A line of the start-up table."""
+
+    name: str
+    value: str
+    why: str
+
+
+def plan(wanted: Wanted, info: ShardInfo) -> Plan:
+    """The size of the largest step. Raises `LimitsError`."""
+    max_step_tokens = wanted.max_step_tokens or (CPU_STEP_TOKENS if info.device == "cpu" else GPU_STEP_TOKENS)
+    if wanted.max_batch_size is not None and wanted.max_batch_size > max_step_tokens:
+        raise LimitsError(
+            f"--max-batch-size is {wanted.max_batch_size}, but a step carries {max_step_tokens} tokens and "
+            f"every running sequence takes one: lower it or raise --max-batch-prefill-tokens"
+        )
+    # No more run than are let in, so the shard need not make room for more.
+    max_running = wanted.max_batch_size or wanted.max_concurrent_requests
+    return Plan(
+        max_step_tokens=max_step_tokens,
+        max_step_sequences=min(max_running, wanted.max_concurrent_requests, max_step_tokens),
+        max_cache_tokens=wanted.max_cache_tokens or 0,
+    )
+
+
+def derive(wanted: Wanted, info: ShardInfo, capacity: Capacity) -> tuple[Limits, tuple[Row, ...]]:
+    """The limits and the rows of the start-up table. Raises `LimitsError`."""
+    planned = plan(wanted, info)
+    cache_tokens = capacity.num_blocks * info.block_size
+    max_total_tokens = _max_total_tokens(wanted, info, capacity, cache_tokens)
+    max_input_tokens = wanted.max_input_tokens or max_total_tokens - 1
+    if max_input_tokens >= max_total_tokens:
+        raise LimitsError(
+            f"--max-input-tokens is {max_input_tokens}, but prompt and answer together may have "
+            f"{max_total_tokens} tokens: set it to at most {max_total_tokens - 1}"
+        )
+    limits = Limits(
+        max_input_tokens=max_input_tokens,
+        max_total_tokens=max_total_tokens,
+        max_step_tokens=planned.max_step_tokens,
+        max_step_sequences=planned.max_step_sequences,
+        num_blocks=capacity.num_blocks,
+        block_size=info.block_size,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+    )
+    return limits, _rows(wanted, info, capacity, limits)
+
+
+def _max_total_tokens(wanted: Wanted, info: ShardInfo, capacity: Capacity, cache_tokens: int) -> int:
+    if cache_tokens < 2:
+        raise LimitsError(
+            f"the KV cache holds {cache_tokens} tokens ({_gigabytes(capacity.available_bytes)} available, "
+            f"{capacity.block_bytes} bytes for {info.block_size} tokens): free memory or take a smaller model"
+        )
+    longest = wanted.max_total_tokens
+    if longest is None:
+        return min(info.max_positions, cache_tokens)
+    if longest > info.max_positions:
+        raise LimitsError(
+            f"--max-total-tokens is {longest}, but the model's context is {info.max_positions} tokens: "
+            f"set it to at most {info.max_positions}"
+        )
+    if longest > cache_tokens:
+        cap = f", limited by --max-batch-total-tokens {wanted.max_cache_tokens}"
+        raise LimitsError(
+            f"--max-total-tokens is {longest}, but the KV cache holds {cache_tokens} tokens "
+            f"({capacity.num_blocks} blocks of {info.block_size}{cap if wanted.max_cache_tokens else ''}): "
+            f"set it to at most {cache_tokens}"
+        )
+    return longest
+
+
+def _rows(wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits) -> tuple[Row, ...]:
+    cache_tokens = limits.num_blocks * limits.block_size
+    cache_bytes = limits.num_blocks * capacity.block_bytes
+    if wanted.max_total_tokens is not None:
+        total_why = "--max-total-tokens"
+    elif info.max_positions <= cache_tokens:
+        total_why = "the model's context"
+    else:
+        total_why = f"what the KV cache holds; the model's context is {info.max_positions}"
+    if limits.max_step_sequences == wanted.max_batch_size:
+        batch_why = "--max-batch-size"
+    elif limits.max_step_sequences == wanted.max_concurrent_requests:
+        batch_why = "--max-concurrent-requests"
+    else:
+        batch_why = "one token of a step for each"
+    rows = [
+        ("model", info.model_type, f"{_gigabytes(info.weight_bytes)} of weights in {info.dtype}"),
+        ("device", info.device, f"attention {info.attention}"),
+        (
+            "KV cache",
+            f"{cache_tokens} tokens",
+            f"{limits.num_blocks} blocks of {limits.block_size}, {_gigabytes(cache_bytes)} of "
+            f"{_gigabytes(capacity.available_bytes)} available"
+            + (f"; --max-batch-total-tokens {wanted.max_cache_tokens}" if wanted.max_cache_tokens else ""),
+        ),
+        ("longest prompt and answer", f"{limits.max_total_tokens} tokens", total_why),
+        (
+            "longest prompt",
+            f"{limits.max_input_tokens} tokens",
+            "--max-input-tokens" if wanted.max_input_tokens else "one token is left for the answer",
+        ),
+        (
+            "step",
+            f"{limits.max_step_tokens} tokens",
+            ("--max-batch-prefill-tokens" if wanted.max_step_tokens else f"the default on {info.device}")
+            + f"; takes {capacity.step_seconds:.3f} s",
+        ),
+        ("running at once", f"{limits.max_step_sequences} sequences", batch_why),
+    ]
+    return tuple(Row(name=name, value=value, why=why) for name, value, why in rows)
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"

@@ -1,0 +1,122 @@
+"""A connection to one shard: deadlines, and statuses as errors of the router. Knows no policy.
+
+UNAVAILABLE, CANCELLED, DEADLINE_EXCEEDED   → errors.Unavailable      the shard is gone or frozen
+any other status                            → errors.GenerationError  it is there, and the call failed
+"""
+
+import asyncio
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+from headrace_proto import shard_pb2 as pb
+from headrace_proto.settings import SettingsError
+from headrace_proto.shard_pb2_grpc import ShardAsyncStub, ShardStub
+
+from headrace_router.errors import GenerationError, HeadraceError, Unavailable
+from headrace_router.scheduling.limits import Capacity, Plan, ShardInfo
+from headrace_router.scheduling.step import Step, StepResult
+from headrace_router.shards import convert
+
+Response = TypeVar("Response")
+StepCall = grpc.aio.UnaryUnaryCall[pb.StepRequest, pb.StepResponse]
+
+INFO_TIMEOUT_SECONDS = 10.0
+"""For calls that a shard answers at once, also while a step runs."""
+
+WARMUP_TIMEOUT_SECONDS = 600.0
+"""Warming up may compile kernels and capture graphs."""
+
+_GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+_OPTIONS = (
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    # A shard that was restarted must be found at once, and not through somebody else's dead connection.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def target_of(address: str) -> str:
+    """`unix:///path` or `tcp://host:port` as gRPC names it. Raises `SettingsError`."""
+    scheme, separator, rest = address.partition("://")
+    if separator and rest and scheme in ("unix", "tcp"):
+        return address if scheme == "unix" else rest
+    raise SettingsError(f"--shard: expected unix:///path or tcp://host:port, got {address!r}")
+
+
+class ShardClient:
+    """One connection; must be made and used in one event loop. Every call raises as the module says."""
+
+    def __init__(self, address: str, *, step_timeout_seconds: float) -> None:
+        self._address = address
+        self._step_timeout_seconds = step_timeout_seconds
+        self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
+        self._is_closed = False
+        stub: ShardAsyncStub = ShardStub(self._channel)  # type: ignore[assignment]
+        self._stub = stub
+
+    async def close(self) -> None:
+        """Calls under way end with `Unavailable`."""
+        self._is_closed = True
+        await self._channel.close()
+
+    async def info(self) -> ShardInfo:
+        call = self._stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_SECONDS)
+        return convert.from_info_response(await self._answer(call, "Info"))
+
+    async def health(self) -> None:
+        await self._answer(self._stub.Health(pb.HealthRequest(), timeout=INFO_TIMEOUT_SECONDS), "Health")
+
+    async def warmup(self, planned: Plan) -> Capacity:
+        """The shard drops every sequence, measures and allocates."""
+        request = convert.to_warmup_request(planned)
+        call = self._stub.Warmup(request, timeout=WARMUP_TIMEOUT_SECONDS)
+        return convert.from_warmup_response(await self._answer(call, "Warmup"))
+
+    def send(self, step: Step) -> StepCall:
+        """Hands a step to gRPC, which sends it the next time the event loop turns; see `receive`."""
+        method = self._stub.Prefill if step.is_prefill else self._stub.Decode
+        return method(convert.to_step_request(step), timeout=self._step_timeout_seconds)
+
+    async def receive(self, call: StepCall) -> StepResult:
+        """The result of a step that was sent."""
+        return convert.from_step_response(await self._answer(call, "step"))
+
+    async def step(self, step: Step) -> StepResult:
+        return await self.receive(self.send(step))
+
+    async def filter(self, dropped_ids: Iterable[int]) -> int:
+        """The shard forgets these sequences; how many it still holds."""
+        request = pb.FilterRequest(dropped_ids=dropped_ids)
+        call = self._stub.Filter(request, timeout=self._step_timeout_seconds)
+        return (await self._answer(call, "Filter")).num_sequences
+
+    async def clear(self) -> None:
+        """The shard forgets every sequence."""
+        await self._answer(self._stub.Clear(pb.ClearRequest(), timeout=self._step_timeout_seconds), "Clear")
+
+    async def _answer(self, call: Awaitable[Response], name: str) -> Response:
+        try:
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error, name) from error
+        except asyncio.CancelledError:
+            # gRPC raises this in us when `close` ends the call; a cancelled task looks the same but for this.
+            task = asyncio.current_task()
+            if self._is_closed and task is not None and not task.cancelling():
+                raise Unavailable(f"the shard at {self._address} was given up during {name}") from None
+            raise
+
+    def _error(self, error: grpc.aio.AioRpcError, name: str) -> HeadraceError:
+        details = error.details() or error.code().name
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return Unavailable(f"the shard at {self._address} did not answer {name} in time")
+        if error.code() in _GONE:
+            return Unavailable(f"the shard at {self._address} is gone ({name}: {details})")
+        return GenerationError(f"Request failed during generation: Server error: {details}")
