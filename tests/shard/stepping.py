@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from headrace_shard.inputs import ForwardInputs
 from headrace_shard.models import CausalLM
+from torch import Tensor
 
 
 @dataclass

@@ -13,6 +13,8 @@ from headrace_shard.errors import CheckpointError, OutOfMemory
 from headrace_shard.layers.linear import Linear
 from headrace_shard.models.base import CausalLM
 
+__all__ = ["NETWORKS", "CausalLM", "load_model"]
+
 NETWORKS = {
     "llama": "headrace_shard.models.llama:LlamaForCausalLM",
     "mistral": "headrace_shard.models.llama:LlamaForCausalLM",
