@@ -1,0 +1,132 @@
+"""What stands between a URL and its handler: method, key, body, failures, and the counting of requests.
+
+The order is that of the contract: key (401), method (405), content type (415), size (413), then the handler.
+This is the edge of a request: whatever goes wrong in it becomes an answer in the envelope of its face.
+"""
+
+import hmac
+import logging
+from collections.abc import Awaitable, Callable
+
+from starlette.types import Receive, Scope, Send
+
+from headrace_router.api.exchange import ClientLeft, Exchange, Face, HeaderList, Service
+from headrace_router.api.openai import OPENAI
+from headrace_router.api.tgi import NATIVE
+from headrace_router.errors import (
+    HeadraceError,
+    MethodNotAllowed,
+    NotFound,
+    Overloaded,
+    TemplateError,
+    Unauthorized,
+    Unavailable,
+)
+
+log = logging.getLogger(__name__)
+
+GetHandler = Callable[[Service, Exchange], Awaitable[None]]
+PostHandler = Callable[[Service, Exchange, bytes], Awaitable[None]]
+
+
+def face_of(path: str) -> Face:
+    """Paths under /v1 speak OpenAI's language, all others TGI's."""
+    return OPENAI if path == "/v1" or path.startswith("/v1/") else NATIVE
+
+
+class Endpoint:
+    """One path. What is read with GET is open, what is posted needs the key (when there is one)."""
+
+    def __init__(
+        self,
+        service: Service,
+        *,
+        get: GetHandler | None = None,
+        post: PostHandler | None = None,
+        is_inference: bool = True,
+    ) -> None:
+        self._service = service
+        self._get = get
+        self._post = post
+        self._is_counted = post is not None and is_inference
+        self._allowed = ", ".join([*(["GET", "HEAD"] if get else []), *(["POST"] if post else [])])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange = Exchange(scope, receive, send, face_of(scope["path"]))
+        is_counted = self._is_counted and scope["method"] == "POST"
+        if is_counted:
+            self._service.metrics.request_count.inc()
+        try:
+            await self._dispatch(exchange, scope["method"])
+        except ClientLeft:
+            if is_counted:
+                self._service.metrics.request_failure.labels("dropped").inc()
+        except Exception as fault:
+            error = as_error(fault, scope)
+            if is_counted:
+                self._service.metrics.request_failure.labels(cause_of(error)).inc()
+            await exchange.fail(error, self._error_headers(error))
+
+    async def _dispatch(self, exchange: Exchange, method: str) -> None:
+        if self._get and method in ("GET", "HEAD"):
+            await self._get(self._service, exchange)
+            return
+        if self._post:
+            self._check_key(exchange)
+            if method == "POST":
+                body = await exchange.read_body(self._service.config.payload_limit)
+                async with exchange.watched():
+                    await self._post(self._service, exchange, body)
+                return
+        raise MethodNotAllowed(f"{method} is not allowed on {exchange.scope['path']}, only {self._allowed}")
+
+    def _check_key(self, exchange: Exchange) -> None:
+        key = self._service.config.api_key
+        if not key:
+            return
+        scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
+        # As bytes: compare_digest takes no other than ASCII strings.
+        is_key = hmac.compare_digest(given.strip().encode("latin-1", "replace"), key.encode())
+        if scheme.lower() != "bearer" or not is_key:
+            raise Unauthorized(
+                "Incorrect API key: send the key as `Authorization: Bearer KEY`"
+                if given
+                else "Missing API key: send it as `Authorization: Bearer KEY`"
+            )
+
+    def _error_headers(self, error: HeadraceError) -> HeaderList:
+        headers: HeaderList = []
+        if error.retry_after_seconds is not None:
+            headers.append((b"retry-after", b"%d" % error.retry_after_seconds))
+        if isinstance(error, Unauthorized):
+            headers.append((b"www-authenticate", b"Bearer"))
+        if isinstance(error, MethodNotAllowed):
+            headers.append((b"allow", self._allowed.encode()))
+        if isinstance(error, Unavailable) and self._service.engine.is_draining:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers every path that is on no route."""
+    exchange = Exchange(scope, receive, send, face_of(scope["path"]))
+    await exchange.fail(NotFound(f"No such path: {scope['path']}"), [])
+
+
+def as_error(fault: Exception, scope: Scope) -> HeadraceError:
+    """The fault itself when it is one that a caller may meet; any other is logged and hidden."""
+    if isinstance(fault, HeadraceError):
+        return fault
+    log.error("%s %s failed", scope["method"], scope["path"], exc_info=fault)
+    return HeadraceError("Internal error: the server's log says more")
+
+
+def cause_of(error: HeadraceError) -> str:
+    """The `err` label under which a failed request is counted."""
+    if isinstance(error, TemplateError):
+        return "template"
+    if isinstance(error, Overloaded):
+        return "overloaded"
+    if error.status < 424:
+        return "validation"
+    return "incomplete" if error.status == 500 else "generation"

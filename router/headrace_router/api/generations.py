@@ -1,0 +1,181 @@
+"""From jobs to generations: copies with their own seeds, whole answers, streams merged, times as headers."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from headrace_router.api.exchange import Exchange, HeaderList, Service
+from headrace_router.engine import Finish, Generation, Output, OutputToken, PromptToken, Timings
+from headrace_router.errors import HeadraceError
+from headrace_router.scheduling.request import Request
+from headrace_router.validation import Job
+
+MAX_SEED = 2**64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A generation under way, and what it is of."""
+
+    job: Job
+    request: Request
+    """The job's, but with the seed of this copy."""
+    generation: Generation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """A generation that has ended."""
+
+    job: Job
+    request: Request
+    tokens: list[OutputToken]
+    prompt: list[PromptToken]
+    """Empty unless its log-probabilities were asked for."""
+    finish: Finish
+    timings: Timings
+
+    @property
+    def mean_logprob(self) -> float:
+        """What `best_of` compares."""
+        return sum(token.logprob for token in self.tokens) / max(len(self.tokens), 1)
+
+
+def copies(request: Request, num_copies: int) -> list[Request]:
+    """The request several times over; copy i draws with seed + i, all else is equal."""
+    first = request.sampling.seed
+    return [
+        replace(request, sampling=replace(request.sampling, seed=(first + i) % MAX_SEED))
+        for i in range(num_copies)
+    ]
+
+
+@contextlib.contextmanager
+def submitted(
+    service: Service, exchange: Exchange, jobs: Sequence[Job], num_copies: int = 1
+) -> Iterator[list[Running]]:
+    """`num_copies` of each job, job by job, under way. None of them outlives the context."""
+    running: list[Running] = []
+    try:
+        for job in jobs:
+            for request in copies(job.request, num_copies):
+                generation = service.engine.submit(request, job.options, arrived=exchange.arrived)
+                running.append(Running(job=job, request=request, generation=generation))
+        queued = running[0].generation.timings.queued
+        service.metrics.request_validation_duration.observe(queued - exchange.arrived)
+        yield running
+        service.metrics.request_duration.observe(time.monotonic() - exchange.arrived)
+    finally:
+        for one in running:
+            one.generation.cancel()
+
+
+async def whole(running: Running) -> Whole:
+    """Waits for the end of a generation."""
+    generation = running.generation
+    tokens: list[OutputToken] = []
+    prompt: list[PromptToken] = []
+    finish = None
+    async for output in generation:
+        tokens += output.tokens
+        prompt = output.prompt or prompt
+        finish = output.finish
+    if finish is None:
+        raise HeadraceError("Incomplete generation")
+    return Whole(
+        job=running.job,
+        request=running.request,
+        tokens=tokens,
+        prompt=prompt,
+        finish=finish,
+        timings=generation.timings,
+    )
+
+
+def best_of(wholes: Sequence[Whole], num_best: int = 1) -> list[Whole]:
+    """The `num_best` of highest mean log-probability first, then the others; each part in its old order."""
+    ranked = sorted(range(len(wholes)), key=lambda index: -wholes[index].mean_logprob)  # Stable.
+    best = sorted(ranked[:num_best])
+    return [wholes[index] for index in [*best, *sorted(set(ranked) - set(best))]]
+
+
+async def merged(running: Sequence[Running]) -> AsyncIterator[list[tuple[int, Output]]]:
+    """Outputs with the index of their generation, as they come; those that are ready together come together.
+
+    Ends when all generations have ended; raises the first error that one of them raises.
+    """
+    if len(running) == 1:
+        async for output in running[0].generation:
+            yield [(0, output)]
+        return
+    ready: list[tuple[int, Output]] = []
+    has_news = asyncio.Event()
+
+    async def pump(index: int, generation: Generation) -> None:
+        try:
+            async for output in generation:
+                ready.append((index, output))
+                has_news.set()
+        finally:
+            has_news.set()
+
+    pumps = [asyncio.create_task(pump(index, one.generation)) for index, one in enumerate(running)]
+    try:
+        while not (is_over := all(task.done() for task in pumps)) or ready:
+            if not is_over:
+                await has_news.wait()
+                has_news.clear()
+            for task in pumps:
+                if task.done():
+                    task.result()
+            if ready:
+                batch, ready[:] = list(ready), []
+                yield batch
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.wait(pumps)
+
+
+def stream_headers(service: Service, num_characters: int) -> HeaderList:
+    """The headers of a stream, which begins before there are times to tell."""
+    return [
+        (b"x-compute-type", service.compute_type.encode()),
+        (b"x-compute-characters", b"%d" % num_characters),
+    ]
+
+
+def answer_headers(
+    service: Service,
+    exchange: Exchange,
+    slowest: Sequence[Whole],
+    *,
+    num_characters: int,
+    num_generated: int,
+) -> HeaderList:
+    """The headers of a whole answer: sizes, and times in milliseconds summed over the prompts.
+
+    `slowest` holds one generation of each prompt, the one that took longest.
+    """
+    times = {b"x-total-time": 0.0, b"x-validation-time": 0.0, b"x-queue-time": 0.0, b"x-inference-time": 0.0}
+    per_token = 0.0
+    for one in slowest:
+        timings = one.timings
+        ended = time.monotonic() if timings.ended is None else timings.ended
+        started = ended if timings.started is None else timings.started
+        times[b"x-total-time"] += ended - timings.arrived
+        times[b"x-validation-time"] += timings.queued - timings.arrived
+        times[b"x-queue-time"] += started - timings.queued
+        times[b"x-inference-time"] += ended - started
+        per_token += (ended - started) / max(one.finish.num_generated, 1)
+    num_prompt_tokens = sum(len(one.request.prompt_ids) for one in slowest)
+    return [
+        *stream_headers(service, num_characters),
+        (b"x-compute-time", b"%.6f" % (time.monotonic() - exchange.arrived)),
+        *((name, b"%d" % (seconds * 1000)) for name, seconds in times.items()),
+        (b"x-time-per-token", b"%d" % (per_token * 1000)),
+        (b"x-prompt-tokens", b"%d" % num_prompt_tokens),
+        (b"x-generated-tokens", b"%d" % num_generated),
+    ]
