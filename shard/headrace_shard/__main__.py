@@ -1,0 +1,153 @@
+"""`headrace-shard`: read settings, load the model, serve until told to stop.
+
+`headrace-shard convert SOURCE.gguf TARGET` writes a GGUF file as a model folder instead. Exit status 0 after
+a signal, at whatever moment it comes; 1 with one line when the shard cannot start; 2 for a usage error. torch
+and gRPC are imported late, so that usage errors and `--help` come at once.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+from headrace_proto import logs
+from headrace_proto.process import die_with_parent
+from headrace_proto.settings import SettingsError, load_or_exit
+
+from headrace_shard.config import ShardConfig
+
+if TYPE_CHECKING:
+    from headrace_shard.address import TcpAddress, UnixAddress
+    from headrace_shard.loading import LoadedModel
+
+PROGRAM = "headrace-shard"
+
+STOP_SECONDS = 5.0
+"""For steps that run when the signal comes; the router has no more to send by then."""
+
+logger = logging.getLogger("headrace_shard")
+
+
+class StopSignal:
+    """SIGTERM and SIGINT: end the process at once while it starts, ask it to stop once it serves."""
+
+    def __init__(self) -> None:
+        self._ask: Callable[[], object] | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._received)
+
+    def set_asked(self, ask: Callable[[], object]) -> None:
+        """From now on a signal calls `ask`."""
+        self._ask = ask
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        if self._ask is None:
+            sys.exit(0)
+        self._ask()
+
+
+def main() -> NoReturn:
+    """The console script."""
+    stop_signal = StopSignal()
+    die_with_parent(os.environ)
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["convert"]:
+        sys.exit(_convert(arguments[1:]))
+    config = load_or_exit(
+        ShardConfig,
+        arguments,
+        os.environ,
+        program=PROGRAM,
+        description="Serves one model to a headrace router. `convert SOURCE TARGET` turns a GGUF file into a "
+        "model folder.",
+    )
+    logs.setup("shard", config.json_output, config.log_level)
+    sys.exit(_serve(config, stop_signal))
+
+
+def _convert(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{PROGRAM} convert", description="Writes a GGUF file as a folder of safetensors and JSON files."
+    )
+    parser.add_argument("source", type=Path, help="the GGUF file")
+    parser.add_argument("target", type=Path, help="the folder to write")
+    given = parser.parse_args(arguments)
+    from headrace_shard.checkpoint.gguf import convert
+    from headrace_shard.errors import StartError
+
+    try:
+        convert(given.source, given.target)
+    except StartError as error:
+        return _refuse(str(error), 1)
+    return 0
+
+
+def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
+    """Load and serve; gives the exit status."""
+    started = time.perf_counter()
+    from headrace_shard import address, loading
+    from headrace_shard.errors import ShardError
+
+    try:
+        place = address.parse(config.listen)
+    except SettingsError as error:
+        return _refuse(f"{error} (see {PROGRAM} --help)", 2)
+    try:
+        # Before the model is read, for that may take long.
+        place.claim()
+        loaded = loading.load(Path(config.model_path), config)
+        for note in loaded.notes:
+            logger.info(note)
+        asyncio.run(_answer(config, loaded, place, stop_signal, started))
+    except ShardError as error:
+        return _refuse(str(error), 1)
+    return 0
+
+
+async def _answer(
+    config: ShardConfig,
+    loaded: "LoadedModel",
+    place: "UnixAddress | TcpAddress",
+    stop_signal: StopSignal,
+    started: float,
+) -> None:
+    """Answer calls until a signal comes."""
+    from headrace_shard.engine import Engine
+    from headrace_shard.errors import StartError
+    from headrace_shard.service import ShardService, create_server
+
+    engine = Engine(
+        loaded, kv_cache_memory=config.kv_cache_memory, cuda_memory_fraction=config.cuda_memory_fraction
+    )
+    service = ShardService(engine, loaded)
+    server = create_server(service)
+    try:
+        port = server.add_insecure_port(place.target)
+    except RuntimeError as error:
+        raise StartError(f"--listen: cannot listen on {config.listen}: {error}") from error
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    stop_signal.set_asked(lambda: loop.call_soon_threadsafe(stopping.set))
+    await server.start()
+    where = config.listen if not config.listen.endswith(":0") else f"port {port}"
+    logger.info("ready on %s after %.1f s", where, time.perf_counter() - started)
+    await stopping.wait()
+    logger.info("stopping")
+    await server.stop(STOP_SECONDS)
+    service.close()
+
+
+def _refuse(message: str, status: int) -> int:
+    print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+    return status
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The order of a step: check, drop, add, grow, prepare, forward, sample, keep. Knows no messages.
+
+Whoever calls makes sure that one call runs at a time. The life of a sequence in a shard:
+
+    unknown ──new in a step──► held ──dropped or cleared──► unknown
+                                │                              ▲
+                                └──it or its step fails──► failed ──named as dropped or new, cleared──┘
+
+A failed sequence is forgotten, but for its name and the reason: a step that was sent before the router could
+read of the failure may still name it, and is told the reason again instead of being refused as a whole.
+"""
+
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+
+from headrace_shard.batch import Batch
+from headrace_shard.errors import NotWarm, OutOfMemory, ShardError
+from headrace_shard.kv_cache import KVCache, block_bytes
+from headrace_shard.loading import LoadedModel
+from headrace_shard.prepare import prepare
+from headrace_shard.results import NOT_FINITE, Logprobs, put_prompt_logprobs, put_tokens
+from headrace_shard.runner import Runner, Stopwatch
+from headrace_shard.sampling.sampler import SamplingBatch, sample
+from headrace_shard.sampling.state import SequenceSampling
+from headrace_shard.step import NewSequence, Step, StepResult
+from headrace_shard.validation import StepLimits, check, check_lengths
+from headrace_shard.warmup import CacheBudget, Capacity, largest_step, num_blocks_for
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILED = 4096
+"""Failed sequences remembered; the router reads of a failure one or two steps later."""
+
+
+class Engine:
+    """Sequences, KV cache and model of one shard."""
+
+    def __init__(
+        self, loaded: LoadedModel, *, kv_cache_memory: float | None, cuda_memory_fraction: float
+    ) -> None:
+        """`kv_cache_memory` in GiB, None for the default of the device."""
+        self._loaded = loaded
+        self._kv_cache_memory = kv_cache_memory
+        self._cuda_memory_fraction = cuda_memory_fraction
+        self._runner = Runner(loaded.model)
+        self._limits: StepLimits | None = None
+        self._ended: float | None = None
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self._batch = Batch(self._loaded.device, self._loaded.backend.block_size)
+        self._sampling_of: dict[int, SequenceSampling] = {}
+        self._failed: dict[int, str] = {}
+        self._sampling_batch: tuple[list[int], SamplingBatch] | None = None
+
+    @torch.inference_mode()
+    def warm_up(self, *, max_step_tokens: int, max_step_sequences: int, max_total_tokens: int) -> Capacity:
+        """Drop everything, run the largest step, give the memory that is left to the KV cache.
+
+        `max_total_tokens` caps the cache unless it is 0. Raises InvalidStep for a limit of 0, OutOfMemory
+        when the step or a single block does not fit.
+        """
+        loaded = self._loaded
+        block_size = loaded.backend.block_size
+        step = largest_step(
+            max_step_tokens=max_step_tokens,
+            max_step_sequences=max_step_sequences,
+            max_positions=loaded.config.max_positions,
+            vocab_size=loaded.config.vocab_size,
+            block_size=block_size,
+        )
+        limits = StepLimits(
+            vocab_size=loaded.config.vocab_size,
+            max_positions=loaded.config.max_positions,
+            num_blocks=len(step.new_blocks),
+            max_step_tokens=max_step_tokens,
+            max_step_sequences=max_step_sequences,
+        )
+        # Until the end only the temporary cache is there: if this fails, the shard is not warm.
+        self._limits = None
+        self._forget_all()
+        self._bind_cache(len(step.new_blocks))
+        budget = CacheBudget(loaded.device, self._kv_cache_memory, self._cuda_memory_fraction)
+        self._limits = limits
+        try:
+            measured = self.step(step)
+        finally:
+            self._limits = None
+            self._forget_all()
+        if measured.errors:
+            logger.warning("warm-up: %s", measured.errors[0][1])
+        num_bytes = block_bytes(loaded.config, loaded.backend, loaded.dtype)
+        available = budget.available_bytes()
+        num_blocks = num_blocks_for(
+            available_bytes=available,
+            block_bytes=num_bytes,
+            block_size=block_size,
+            max_total_tokens=max_total_tokens,
+        )
+        self._bind_cache(num_blocks)
+        self._limits = replace(limits, num_blocks=num_blocks)
+        self._ended = None
+        return Capacity(
+            num_blocks=num_blocks,
+            block_bytes=num_bytes,
+            step_seconds=measured.total_seconds,
+            available_bytes=available,
+        )
+
+    @torch.inference_mode()
+    def step(self, step: Step) -> StepResult:
+        """Execute a step.
+
+        Raises InvalidStep or NotWarm with nothing changed. Raises OutOfMemory or ShardError when the
+        computation fails; then the step's sequences are dropped, all others unharmed.
+        """
+        started = time.perf_counter()
+        if self._limits is None:
+            raise NotWarm("the shard has no KV cache; call Warmup first")
+        result = StepResult(idle_seconds=started - self._ended if self._ended is not None else 0.0)
+        check_lengths(step)
+        if self._failed:
+            step = self._report_failed(step, result)
+        check(step, self._batch, self._limits)
+        try:
+            self._keep(step)
+            if step.ids:
+                self._execute(step, result)
+        except Exception as error:  # the edge of one step: whatever went wrong in it, the shard lives
+            raise self._fail_step(step, error) from error
+        finally:
+            self._ended = time.perf_counter()
+        result.total_seconds = self._ended - started
+        result.num_sequences = len(self._batch)
+        return result
+
+    def drop(self, ids: Iterable[int]) -> int:
+        """Forget sequences; unknown ids are no error. Gives how many are held after that."""
+        ids = list(ids)
+        for number in ids:
+            self._sampling_of.pop(number, None)
+            self._failed.pop(number, None)
+        if self._batch.drop(ids):
+            self._sampling_batch = None
+        return len(self._batch)
+
+    def clear(self) -> int:
+        """Forget every sequence. Gives how many there were."""
+        count = len(self._batch)
+        self.drop(list(self._batch.row_of))
+        self._failed.clear()
+        return count
+
+    def _report_failed(self, step: Step, result: StepResult) -> Step:
+        """Tell again why sequences of the step had failed; gives the step without them."""
+        restarted = {*step.dropped_ids, *(sequence.id for sequence in step.new_sequences)}
+        named = {number for number in step.ids if number in self._failed and number not in restarted}
+        if not named:
+            return step
+        result.errors = [(number, self._failed[number]) for number in step.ids if number in named]
+        return step.without(named)
+
+    def _keep(self, step: Step) -> None:
+        """Forget whom the step drops, take in whom it brings."""
+        if step.dropped_ids:
+            self.drop(step.dropped_ids)
+        for sequence in step.new_sequences:
+            self._add(sequence)
+
+    def _add(self, sequence: NewSequence) -> None:
+        self._failed.pop(sequence.id, None)
+        self._sampling_batch = None
+        self._batch.add(
+            sequence.id,
+            sequence.token_ids,
+            num_prompt=sequence.num_prompt_tokens,
+            num_computed=sequence.num_computed_tokens,
+            num_top=sequence.num_top,
+            num_prompt_top=sequence.num_prompt_top,
+        )
+        self._sampling_of[sequence.id] = SequenceSampling(
+            sequence.sampling,
+            sequence.token_ids[: sequence.num_prompt_tokens],
+            sequence.token_ids[sequence.num_prompt_tokens :],
+            self._loaded.config.vocab_size,
+            self._loaded.device,
+        )
+
+    def _execute(self, step: Step, result: StepResult) -> None:
+        batch, runner = self._batch, self._runner
+        watch = Stopwatch(self._loaded.device)
+        watch.mark()
+        rows = batch.rows(step.ids)
+        batch.grow_blocks(rows, step.num_new_blocks, step.new_blocks)
+        prepared = prepare(batch, rows, step.num_tokens)
+        hidden = runner.forward(prepared.inputs)
+        num_sampled = len(prepared.sampled)
+        logits = runner.logits(hidden[:num_sampled]) if num_sampled else None
+        watch.mark()
+        ids = step.ids
+        failed: list[int] = []
+        sampled_rows = rows[prepared.sampled]
+        if logits is not None:
+            if num_sampled < len(ids):
+                ids = [ids[index] for index in prepared.sampled.tolist()]
+            sampling = self._sampling_for(ids)
+            token_ids = sample(logits, sampling)
+            batch.append(prepared.sampled_rows, prepared.sampled_columns, token_ids)
+            sampling.observe(token_ids)
+            num_top = batch.num_top[sampled_rows]
+            logprobs = Logprobs(logits, token_ids, int(num_top.max()))
+            failed = put_tokens(result, ids, logprobs, num_top)
+        if prepared.prompt_parts:
+            put_prompt_logprobs(result, step.ids, batch, rows, prepared, runner, hidden[num_sampled:])
+        watch.mark()
+        result.forward_seconds, result.sample_seconds = watch.seconds()
+        batch.advance(rows, step.num_tokens, sampled_rows)
+        if failed:
+            self._fail(failed, NOT_FINITE)
+            result.errors += [(number, NOT_FINITE) for number in failed]
+
+    def _sampling_for(self, ids: list[int]) -> SamplingBatch:
+        """What the sampler needs of the sequences `ids`, kept for as long as the same ones sample."""
+        if self._sampling_batch is None or self._sampling_batch[0] != ids:
+            self._sampling_batch = ids, SamplingBatch([self._sampling_of[number] for number in ids])
+        return self._sampling_batch[1]
+
+    def _fail(self, ids: list[int], reason: str) -> None:
+        self.drop(ids)
+        self._failed.update(dict.fromkeys(ids, reason))
+        for number in list(self._failed)[: max(0, len(self._failed) - _MAX_FAILED)]:
+            del self._failed[number]
+
+    def _fail_step(self, step: Step, error: Exception) -> ShardError:
+        """Drop the step's sequences, for nobody knows how far they are; gives the error for the router."""
+        self._fail(step.ids, f"the step before failed: {error}")
+        logger.error("step %d failed", step.id, exc_info=error)
+        num_tokens = int(step.num_tokens.sum())
+        what = f"a step of {num_tokens} tokens in {len(step.ids)} sequences"
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            if self._loaded.device.type == "cuda":
+                torch.cuda.empty_cache()
+            return OutOfMemory(f"no memory for {what}; lower --max-batch-prefill-tokens or --kv-cache-memory")
+        return ShardError(f"{what} failed: {type(error).__name__}: {error}")
+
+    def _bind_cache(self, num_blocks: int) -> None:
+        """Give the model a new cache; the old one is freed before."""
+        loaded = self._loaded
+        for size in (1, num_blocks):
+            cache = KVCache(loaded.config, size, loaded.backend, loaded.dtype, loaded.device)
+            loaded.model.bind_cache(cache)
+        if loaded.device.type == "cuda":
+            torch.cuda.empty_cache()

@@ -1,0 +1,95 @@
+"""How much memory and how many cores this process may use. Knows no model: only machine, groups and GPU.
+
+Limits of control groups (cgroups, both versions) count as much as the machine's own: in a container the
+machine has more of everything than the process will get.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+import psutil
+import torch
+
+GIB = 1024**3
+
+
+def available_host_bytes(root: Path = Path("/")) -> int:
+    """Bytes this process may still take: what the machine has left, or what its control groups leave."""
+    headrooms = [psutil.virtual_memory().available]
+    for version, folder in _groups("memory", root):
+        headroom = _headroom_v2(folder) if version == 2 else _headroom_v1(folder)
+        if headroom is not None:
+            headrooms.append(headroom)
+    return max(0, min(headrooms))
+
+
+def available_device_bytes(fraction: float) -> int:
+    """Bytes of the current GPU that are free when `1 - fraction` of all its memory is left alone."""
+    free, total = torch.cuda.mem_get_info()
+    return max(0, int(free - (1 - fraction) * total))
+
+
+def num_usable_cores(root: Path = Path("/")) -> int:
+    """Cores this process may run on, but no more than its CPU quota pays for; at least 1."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for version, folder in _groups("cpu", root):
+        if version == 2:
+            quota, _, period = (_text(folder / "cpu.max") or "max 100000").partition(" ")
+        else:
+            quota = _text(folder / "cpu.cfs_quota_us") or "-1"
+            period = _text(folder / "cpu.cfs_period_us") or "100000"
+        if quota not in ("max", "-1"):
+            cores = min(cores, int(quota) / int(period))
+    return max(1, math.floor(cores))
+
+
+def spelled(num_bytes: float) -> str:
+    """For messages: GiB, or MiB when it is less than one."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 1024**2:.1f} MiB"
+
+
+def _groups(controller: str, root: Path) -> Iterator[tuple[int, Path]]:
+    """Version and folder of each control group the process is in, from the innermost out."""
+    for line in (_text(root / "proc/self/cgroup") or "").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if controller in controllers.split(","):
+            version, mount = 1, root / "sys/fs/cgroup" / controller
+        elif number == "0":
+            version, mount = 2, root / "sys/fs/cgroup"
+        else:
+            continue
+        # In a container the path may be the host's; then only the mount itself is there to be read.
+        group = PurePosixPath(path)
+        for folder in (group, *group.parents):
+            yield version, mount / str(folder).lstrip("/")
+
+
+def _headroom_v2(folder: Path) -> int | None:
+    limit = _text(folder / "memory.max")
+    usage = _text(folder / "memory.current")
+    if limit is None or limit == "max" or usage is None:
+        return None
+    return int(limit) - int(usage) + _cached(folder, "inactive_file")
+
+
+def _headroom_v1(folder: Path) -> int | None:
+    limit = _text(folder / "memory.limit_in_bytes")
+    usage = _text(folder / "memory.usage_in_bytes")
+    if limit is None or usage is None:
+        return None
+    return int(limit) - int(usage) + _cached(folder, "total_inactive_file")
+
+
+def _cached(folder: Path, name: str) -> int:
+    """Bytes of cached files, which count as used but which the kernel gives back when asked."""
+    lines = (line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
+    return next((int(line[1]) for line in lines if line[0] == name), 0)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None

@@ -1,0 +1,147 @@
+"""The gRPC service: one method per call. Knows no tensors and decides nothing.
+
+Whatever touches the engine runs in one thread, in order of arrival; the event loop never waits for a step, so
+that Info and Health are answered while one runs. An error becomes a status in `_execute`, and nowhere else.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import torch
+from headrace_proto import __version__
+from headrace_proto import shard_pb2 as pb
+from headrace_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+
+from headrace_shard.convert import from_step_request, to_step_response
+from headrace_shard.engine import Engine
+from headrace_shard.errors import ShardError
+from headrace_shard.loading import LoadedModel, name_of
+from headrace_shard.order import StepOrder
+
+logger = logging.getLogger(__name__)
+
+Response = TypeVar("Response")
+Context = grpc.aio.ServicerContext[Any, Any]
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    # A second shard on the same port must fail, not take half of the calls.
+    ("grpc.so_reuseport", 0),
+)
+
+
+def create_server(service: "ShardService") -> grpc.aio.Server:
+    """A server that has no port and is not started."""
+    server = grpc.aio.server(options=_OPTIONS)
+    add_ShardServicer_to_server(service, server)
+    return server
+
+
+class ShardService(ShardServicer):
+    """Must be made and used in one event loop."""
+
+    def __init__(self, engine: Engine, loaded: LoadedModel) -> None:
+        self._engine = engine
+        self._device = loaded.device
+        self._order = StepOrder()
+        # torch counts its threads for each thread that calls it.
+        self._worker = ThreadPoolExecutor(
+            1, "steps", initializer=torch.set_num_threads, initargs=(loaded.num_threads,)
+        )
+        self._pulse = ThreadPoolExecutor(1, "health")
+        config = loaded.config
+        self._info = pb.InfoResponse(
+            model_type=config.model_type,
+            dtype=name_of(loaded.dtype),
+            device=loaded.device.type,
+            attention=loaded.backend.name,
+            block_size=loaded.backend.block_size,
+            vocab_size=config.vocab_size,
+            max_positions=config.max_positions,
+            eos_token_ids=config.eos_token_ids,
+            rank=0,
+            world_size=1,
+            weight_bytes=loaded.weight_bytes,
+            version=__version__,
+            instance=str(uuid.uuid4()),
+            notes=loaded.notes,
+        )
+
+    def close(self) -> None:
+        """Waits for the step that runs; those behind it are not begun."""
+        self._worker.shutdown(cancel_futures=True)
+        self._pulse.shutdown(cancel_futures=True)
+
+    async def Info(self, request: pb.InfoRequest, context: Context) -> pb.InfoResponse:
+        return self._info
+
+    async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
+        if self._device.type == "cuda":
+            await self._execute(self._pulse, context, _touch, self._device)
+        return pb.HealthResponse()
+
+    async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
+        self._order.restart()
+        return await self._execute(self._worker, context, self._warm_up, request)
+
+    async def Prefill(self, request: pb.StepRequest, context: Context) -> pb.StepResponse:
+        return await self._step(request, context, is_decode=False)
+
+    async def Decode(self, request: pb.StepRequest, context: Context) -> pb.StepResponse:
+        return await self._step(request, context, is_decode=True)
+
+    async def Filter(self, request: pb.FilterRequest, context: Context) -> pb.FilterResponse:
+        count = await self._execute(self._worker, context, self._engine.drop, request.dropped_ids[:])
+        return pb.FilterResponse(num_sequences=count)
+
+    async def Clear(self, request: pb.ClearRequest, context: Context) -> pb.ClearResponse:
+        self._order.restart()
+        return pb.ClearResponse(num_dropped=await self._execute(self._worker, context, self._engine.clear))
+
+    async def _step(self, request: pb.StepRequest, context: Context, *, is_decode: bool) -> pb.StepResponse:
+        # From here to the worker's queue nothing may be awaited: the queue keeps the order.
+        await self._order.turn(request.step_id, needs_earlier=len(request.new_sequences) < len(request.ids))
+        return await self._execute(self._worker, context, self._run_step, request, is_decode)
+
+    def _run_step(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
+        result = self._engine.step(from_step_request(request, is_decode=is_decode))
+        return to_step_response(request.step_id, result)
+
+    def _warm_up(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
+        capacity = self._engine.warm_up(
+            max_step_tokens=request.max_step_tokens,
+            max_step_sequences=request.max_step_sequences,
+            max_total_tokens=request.max_total_tokens,
+        )
+        return pb.WarmupResponse(
+            num_blocks=capacity.num_blocks,
+            block_bytes=capacity.block_bytes,
+            step_seconds=capacity.step_seconds,
+            available_bytes=capacity.available_bytes,
+        )
+
+    async def _execute(
+        self, thread: ThreadPoolExecutor, context: Context, function: Callable[..., Response], *arguments: Any
+    ) -> Response:
+        """What `function` gives when it is run in `thread`; its errors become statuses of the call."""
+        try:
+            return await asyncio.wrap_future(thread.submit(function, *arguments))
+        except ShardError as error:
+            await context.abort(error.status, str(error))
+        except Exception as error:  # the edge of one request
+            logger.exception("a call failed")
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def _touch(device: torch.device) -> None:
+    """Have the device compute something beside its other work. Raises RuntimeError if it cannot."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        torch.ones(1, device=device).add_(1).item()

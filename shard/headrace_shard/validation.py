@@ -1,0 +1,173 @@
+"""Whether a step fits what the shard holds; asked before anything of it is executed. Changes nothing.
+
+A step that passes cannot fail for its contents any more, so that a refused one leaves the shard as it was.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace_shard.batch import Batch, IntArray
+from headrace_shard.errors import InvalidStep
+from headrace_shard.step import NewSequence, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepLimits:
+    """What a step is measured against; fixed by the model and by `Warmup`."""
+
+    vocab_size: int
+    max_positions: int
+    num_blocks: int
+    max_step_tokens: int
+    max_step_sequences: int
+
+
+def check_lengths(step: Step) -> None:
+    """Raises InvalidStep when the lists of a step do not fit each other."""
+    if not len(step.ids) == len(step.num_tokens) == len(step.num_new_blocks):
+        raise InvalidStep(
+            f"ids, num_tokens and num_new_blocks must be of one length, got {len(step.ids)}, "
+            f"{len(step.num_tokens)} and {len(step.num_new_blocks)}"
+        )
+    granted = int(step.num_new_blocks.sum())
+    if granted != len(step.new_blocks):
+        raise InvalidStep(f"num_new_blocks adds up to {granted}, but new_blocks has {len(step.new_blocks)}")
+
+
+def check(step: Step, batch: Batch, limits: StepLimits) -> None:
+    """Raises InvalidStep, with the first thing that is wrong, unless the step can be executed on `batch`.
+
+    The lengths of its lists have been checked.
+    """
+    arriving = {sequence.id: sequence for sequence in step.new_sequences}
+    if len(arriving) != len(step.new_sequences):
+        raise InvalidStep("a new sequence is given twice in new_sequences")
+    _check_names(step, batch, arriving)
+    for sequence in step.new_sequences:
+        _check_new(sequence, limits)
+    if not step.ids:
+        return
+    held = _Held(step, batch, arriving)
+    _check_counts(step, held, limits)
+    _check_blocks(step, held, batch.block_size, limits)
+    if step.is_decode and (arriving or int(step.num_tokens.max()) > 1):
+        raise InvalidStep("Decode takes known sequences with one token each; send this step as Prefill")
+
+
+class _Held:
+    """What the scheduled sequences hold before the step; arrays [S]."""
+
+    def __init__(self, step: Step, batch: Batch, arriving: dict[int, NewSequence]) -> None:
+        # A new sequence may have the id of one that is dropped in the same step: then row 0 stands in for it.
+        rows = np.array(
+            [0 if arriving and number in arriving else batch.row_of[number] for number in step.ids],
+            dtype=np.int64,
+        )
+        self.num_tokens: IntArray = batch.num_tokens[rows]
+        self.num_computed: IntArray = batch.num_computed[rows]
+        self.num_blocks: IntArray = batch.num_blocks[rows]
+        if arriving:
+            for index, number in enumerate(step.ids):
+                if number in arriving:
+                    self.num_tokens[index] = len(arriving[number].token_ids)
+                    self.num_computed[index] = arriving[number].num_computed_tokens
+                    self.num_blocks[index] = 0
+
+
+def _check_names(step: Step, batch: Batch, arriving: dict[int, NewSequence]) -> None:
+    scheduled = set(step.ids)
+    if len(scheduled) != len(step.ids):
+        twice = next(number for number in step.ids if step.ids.count(number) > 1)
+        raise InvalidStep(f"sequence {twice} is scheduled twice")
+    dropped = set(step.dropped_ids)
+    again = next((number for number in arriving if number in batch.row_of and number not in dropped), None)
+    if again is not None:
+        raise InvalidStep(f"sequence {again} is sent as new, but the shard holds it; drop it first")
+    unscheduled = arriving.keys() - scheduled
+    if unscheduled:
+        raise InvalidStep(f"sequence {min(unscheduled)} is new, but not scheduled")
+    unknown = scheduled.difference(arriving).difference(
+        batch.row_of.keys() - dropped if dropped else batch.row_of
+    )
+    if unknown:
+        raise InvalidStep(f"sequence {min(unknown)} is not known to the shard; send it as a new one")
+
+
+def _check_new(sequence: NewSequence, limits: StepLimits) -> None:
+    where = f"sequence {sequence.id}"
+    count = len(sequence.token_ids)
+    if not 1 <= sequence.num_prompt_tokens <= count:
+        raise InvalidStep(
+            f"{where}: num_prompt_tokens must be from 1 to the number of token_ids ({count}), "
+            f"got {sequence.num_prompt_tokens}"
+        )
+    if sequence.num_computed_tokens >= count:
+        raise InvalidStep(
+            f"{where}: num_computed_tokens must leave one of its {count} tokens to compute, "
+            f"got {sequence.num_computed_tokens}"
+        )
+    params = sequence.sampling
+    _check_token_ids(f"{where}: token_ids", sequence.token_ids, limits)
+    biased = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
+    _check_token_ids(f"{where}: bias_token_ids", biased, limits)
+    suppressed = np.array(params.suppressed_token_ids, dtype=np.int64)
+    _check_token_ids(f"{where}: suppressed_token_ids", suppressed, limits)
+    for name, number in (
+        ("top_n_tokens", sequence.num_top),
+        ("prompt_top_n_tokens", sequence.num_prompt_top),
+    ):
+        if number is not None and number > limits.vocab_size:
+            raise InvalidStep(f"{where}: {name} must be at most {limits.vocab_size}, got {number}")
+
+
+def _check_token_ids(where: str, token_ids: IntArray, limits: StepLimits) -> None:
+    if len(token_ids) and int(token_ids.max()) >= limits.vocab_size:
+        raise InvalidStep(
+            f"{where}: token ids must be below the vocabulary size {limits.vocab_size}, "
+            f"got {int(token_ids.max())}"
+        )
+
+
+def _check_counts(step: Step, held: _Held, limits: StepLimits) -> None:
+    pending = held.num_tokens - held.num_computed
+    index = _first((step.num_tokens < 1) | (step.num_tokens > pending))
+    if index is not None:
+        raise InvalidStep(
+            f"sequence {step.ids[index]}: num_tokens must be from 1 to the {pending[index]} it has "
+            f"to compute, got {step.num_tokens[index]}"
+        )
+    index = _first(held.num_computed + step.num_tokens > limits.max_positions)
+    if index is not None:
+        raise InvalidStep(
+            f"sequence {step.ids[index]}: a context of {held.num_computed[index] + step.num_tokens[index]} "
+            f"tokens is over the model's {limits.max_positions}"
+        )
+    total = int(step.num_tokens.sum())
+    if total > limits.max_step_tokens:
+        raise InvalidStep(f"the step has {total} tokens; Warmup was told of at most {limits.max_step_tokens}")
+    if len(step.ids) > limits.max_step_sequences:
+        raise InvalidStep(
+            f"the step has {len(step.ids)} sequences; Warmup was told of at most {limits.max_step_sequences}"
+        )
+
+
+def _check_blocks(step: Step, held: _Held, block_size: int, limits: StepLimits) -> None:
+    if len(step.new_blocks) and int(step.new_blocks.max()) >= limits.num_blocks:
+        raise InvalidStep(
+            f"block {int(step.new_blocks.max())} does not exist; there are {limits.num_blocks}, from 0"
+        )
+    owned = held.num_blocks + step.num_new_blocks
+    needed = held.num_computed + step.num_tokens
+    index = _first(owned * block_size < needed)
+    if index is not None:
+        raise InvalidStep(
+            f"sequence {step.ids[index]}: its {owned[index]} blocks of {block_size} tokens cannot hold "
+            f"{needed[index]} tokens"
+        )
+
+
+def _first(wrong: npt.NDArray[np.bool_]) -> int | None:
+    """Index of the first True."""
+    return int(wrong.argmax()) if wrong.any() else None

@@ -1,0 +1,77 @@
+"""Limits of control groups, read from files laid out as the kernel lays them out."""
+
+import os
+from pathlib import Path
+
+from headrace_shard.machine import GIB, available_host_bytes, num_usable_cores, spelled
+
+
+def write(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
+
+
+def membership(root: Path, *lines: str) -> None:
+    write(root / "proc/self", cgroup="\n".join(lines))
+
+
+def test_without_groups_the_machine_decides(tmp_path: Path) -> None:
+    assert available_host_bytes(tmp_path) > 0
+    assert num_usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_version_2_limit_counts_from_any_group_above(tmp_path: Path) -> None:
+    membership(tmp_path, "0::/pods/one")
+    groups = tmp_path / "sys/fs/cgroup"
+    write(groups / "pods/one", memory__max="max", memory__current="5")
+    write(
+        groups / "pods", memory__max="1000", memory__current="700", memory__stat="anon 1\ninactive_file 200"
+    )
+    assert available_host_bytes(tmp_path) == 500
+
+
+def test_version_2_in_a_container_sees_only_the_mount(tmp_path: Path) -> None:
+    membership(tmp_path, "0::/../../the/path/of/the/host")
+    write(
+        tmp_path / "sys/fs/cgroup", memory__max="1000", memory__current="400", memory__stat="inactive_file 0"
+    )
+    assert available_host_bytes(tmp_path) == 600
+
+
+def test_version_1_limit(tmp_path: Path) -> None:
+    membership(tmp_path, "9:cpu,cpuacct:/", "4:memory:/docker/abc", "1:name=systemd:/")
+    write(
+        tmp_path / "sys/fs/cgroup/memory",
+        memory__limit_in_bytes="2000",
+        memory__usage_in_bytes="1500",
+        memory__stat="inactive_file 7\ntotal_inactive_file 100",
+    )
+    assert available_host_bytes(tmp_path) == 600
+
+
+def test_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
+    membership(tmp_path, "0::/")
+    write(tmp_path / "sys/fs/cgroup", memory__max="1000", memory__current="4000", memory__stat="anon 4000")
+    assert available_host_bytes(tmp_path) == 0
+
+
+def test_quota_limits_cores(tmp_path: Path) -> None:
+    membership(tmp_path, "0::/")
+    write(tmp_path / "sys/fs/cgroup", cpu__max="50000 100000")
+    assert num_usable_cores(tmp_path) == 1
+    write(tmp_path / "sys/fs/cgroup", cpu__max="max 100000")
+    assert num_usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_version_1_quota_limits_cores(tmp_path: Path) -> None:
+    membership(tmp_path, "2:cpu:/")
+    write(tmp_path / "sys/fs/cgroup/cpu", cpu__cfs_quota_us="130000", cpu__cfs_period_us="100000")
+    assert num_usable_cores(tmp_path) == 1
+    write(tmp_path / "sys/fs/cgroup/cpu", cpu__cfs_quota_us="-1")
+    assert num_usable_cores(tmp_path) == len(os.sched_getaffinity(0))
+
+
+def test_sizes_are_spelled_for_people() -> None:
+    assert spelled(3 * GIB // 2) == "1.5 GiB"
+    assert spelled(3 * 2**20) == "3.0 MiB"
