@@ -1,0 +1,92 @@
+"""Finding the best of many columns without sorting them: only the blocks that can hold them are looked at.
+
+The order of columns is: higher value first, lower column first among equals. Whatever is asked for here is
+exact in that order. Knows tensors only; no tokens, no probabilities. Never synchronises with the device.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BLOCK = 32
+"""Columns of a block; a row of 50,000 columns has about 1,600 block maxima to compare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortlist:
+    """Some columns of each row in their own order, among them the best `num_blocks` that were asked for."""
+
+    values: Tensor
+    """[R, S]"""
+    blocks: Tensor | None
+    """[R, K] int64, ascending: blocks that are listed; None when every column is."""
+    num_whole: int
+    """Blocks a row has in all; the columns after them are all listed last."""
+    maxima: Tensor
+    """[R]: the highest value of each row, NaN if the row has one anywhere."""
+    bounds: Tensor
+    """[R]: no column that is not listed is higher; -inf when every column is listed."""
+
+    def columns(self, positions: Tensor) -> Tensor:
+        """Columns [R, n] int64 of positions [R, n] in the list."""
+        if self.blocks is None:
+            return positions
+        num_blocks = self.blocks.shape[1]
+        block, inside = positions // BLOCK, positions % BLOCK
+        listed = self.blocks.gather(1, block.clamp(max=num_blocks - 1)) * BLOCK + inside
+        return torch.where(block < num_blocks, listed, positions + (self.num_whole - num_blocks) * BLOCK)
+
+
+def shortlist(values: Tensor, num_best: int) -> Shortlist:
+    """[R, N] float32 -> a list that holds the best `num_best` columns of each row.
+
+    A block's maximum stands for the block: each of the best n columns is in one of the best n blocks, since a
+    block ahead of its own holds at least one column ahead of it.
+    """
+    num_whole = values.shape[1] // BLOCK
+    if num_best >= num_whole:
+        return list_all(values)
+    tail = values[:, num_whole * BLOCK :]
+    grouped = values[:, : num_whole * BLOCK].view(-1, num_whole, BLOCK)
+    block_maxima = grouped.amax(2)
+    if num_best == 1:
+        blocks = block_maxima.argmax(1, keepdim=True)
+    else:
+        blocks = best_columns(block_maxima, num_best).sort(1).values
+    listed = grouped.gather(1, blocks.unsqueeze(2).expand(-1, -1, BLOCK)).flatten(1)
+    maxima = block_maxima.amax(1)
+    if tail.shape[1]:
+        listed = torch.cat([listed, tail], dim=1)
+        maxima = torch.maximum(maxima, tail.amax(1))
+    bounds = block_maxima.gather(1, blocks).amin(1)
+    return Shortlist(values=listed, blocks=blocks, num_whole=num_whole, maxima=maxima, bounds=bounds)
+
+
+def list_all(values: Tensor) -> Shortlist:
+    """[R, N] float32 -> every column of it."""
+    bounds = values.new_full((values.shape[0],), -torch.inf)
+    return Shortlist(values=values, blocks=None, num_whole=0, maxima=values.amax(1), bounds=bounds)
+
+
+def best_columns(values: Tensor, num_best: int) -> Tensor:
+    """[R, N] float32 -> the best columns [R, num_best] int64, best first. A NaN is placed somewhere."""
+    bits = (values + 0.0).view(torch.int32)  # adding 0 makes one of the two zeros
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    columns = torch.arange(values.shape[1], device=values.device)
+    # No two keys are equal, so that the choice does not depend on how topk treats equals.
+    keys = (ordered.to(torch.int64) << 32) - columns
+    return keys.topk(num_best, dim=1).indices
+
+
+def argmax(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, N] float32 -> the best column [R] int64, and its value, NaN if the row has one anywhere."""
+    listed = shortlist(values, 1)
+    positions = listed.values.argmax(1, keepdim=True)
+    return listed.columns(positions).squeeze(1), listed.maxima
+
+
+def top_columns(values: Tensor, num_best: int) -> Tensor:
+    """[R, N] float32 -> the best columns [R, num_best] int64, best first, of at most N."""
+    listed = shortlist(values, num_best)
+    return listed.columns(best_columns(listed.values, num_best))
