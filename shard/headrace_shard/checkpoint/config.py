@@ -74,7 +74,12 @@ def load_config(folder: Path) -> ModelConfig:
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    fields = _Fields(folder / "config.json", config)
+    return parse_config(folder / "config.json", config, generation)
+
+
+def parse_config(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    """The same from the contents of the two files; `path` is what errors name."""
+    fields = _Fields(path, config)
     _refuse_unsupported(fields)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
@@ -104,8 +109,8 @@ def load_config(folder: Path) -> ModelConfig:
         attention_bias=is_qwen2 or fields.boolean("attention_bias"),
         attention_output_bias=not is_qwen2 and fields.boolean("attention_bias"),
         mlp_bias=fields.boolean("mlp_bias"),
-        dtype=_dtype(folder, fields),
-        eos_token_ids=_eos_token_ids(fields, _Fields(generation_path, generation)),
+        dtype=_dtype(fields),
+        eos_token_ids=_eos_token_ids(fields, _Fields(path.with_name("generation_config.json"), generation)),
     )
 
 
@@ -235,10 +240,10 @@ def _rope_scaling(rope: _Fields, fields: _Fields) -> RopeScaling | None:
     )
 
 
-def _dtype(folder: Path, fields: _Fields) -> torch.dtype:
+def _dtype(fields: _Fields) -> torch.dtype:
     name = fields.values.get("dtype", fields.values.get("torch_dtype"))
     if name is None:
-        name = str(stored_dtype(folder)).removeprefix("torch.")
+        name = str(stored_dtype(fields.path.parent)).removeprefix("torch.")
     if name not in _DTYPES:
         supported = ", ".join(_DTYPES)
         raise UnsupportedModel(f"{fields.path}: dtype {name!r} is not supported; supported are {supported}")

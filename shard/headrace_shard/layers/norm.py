@@ -2,10 +2,11 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight; the quotient is computed in float32 whatever the dtype of x."""
+    """x / rms(x) * weight, computed in float32 whatever the dtype of x, and rounded once."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -14,6 +15,4 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, size] to [T, size]."""
-        exact = hidden.float()
-        exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + self.eps)
-        return exact.to(hidden.dtype) * self.weight
+        return rms_norm(hidden, self.weight.shape, self.weight, self.eps)

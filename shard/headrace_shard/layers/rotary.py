@@ -1,5 +1,5 @@
 """Rotary position embedding (Su et al. 2021), with the frequency scalings of linear interpolation (Chen et
-al. 2023) and of Llama 3.1. Knows no layers: one table serves all of them.
+al. 2023) and of Llama 3.1. Knows no layers: one rotation serves all of them.
 
 Heads are rotated in halves, number i with number i + D/2, as Hugging Face checkpoints have it.
 """
@@ -15,43 +15,42 @@ from headrace_shard.checkpoint.config import RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and sines of a step's positions, [T, 1, D/2] float32; every layer of the step uses the same."""
+    """Cosines and signed sines of a step's positions, [T, 1, D] float32; every layer of the step uses the same.
+
+    The first half of the sines is negated, so that x turned is x * cos + (x with its halves swapped) * sin.
+    """
 
     cos: Tensor
     sin: Tensor
 
 
 class RotaryEmbedding(nn.Module):
-    """The table of all positions, computed once in float32."""
+    """The frequencies; angles are computed once per step, exact for positions up to 2^24."""
 
-    cos: Tensor
-    sin: Tensor
+    frequencies: Tensor
 
-    def __init__(self, head_dim: int, max_positions: int, theta: float, scaling: RopeScaling | None) -> None:
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
-        # Computed, not loaded: on the CPU even while the parameters around it are still on the meta device.
-        angles = torch.outer(
-            torch.arange(max_positions, dtype=torch.float32, device="cpu"),
-            inverse_frequencies(head_dim, theta, scaling),
-        )
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        frequencies = inverse_frequencies(head_dim, theta, scaling)
+        self.register_buffer("frequencies", frequencies, persistent=False)
 
     def forward(self, positions: Tensor) -> Rotation:
         """[T] int64 to the rotation of each."""
-        return Rotation(self.cos[positions, None], self.sin[positions, None])
+        angles = positions[:, None, None].float() * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        return Rotation(torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1))
 
 
 def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
     """Turn heads [T, H, D] by their positions; computed in float32, given back in the dtype of `heads`."""
-    first, second = heads.float().chunk(2, dim=-1)
-    cos, sin = rotation.cos, rotation.sin
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return turned.to(heads.dtype)
+    exact = heads.float()
+    swapped = exact.roll(heads.shape[-1] // 2, dims=-1)
+    return torch.addcmul(exact * rotation.cos, swapped, rotation.sin).to(heads.dtype)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
     """[D/2] float32: radians by which each pair of numbers turns per position."""
+    # Computed, not loaded: on the CPU even while the parameters of the network are on the meta device.
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
     frequencies = 1.0 / (theta**exponents)
     if scaling is None:
