@@ -89,6 +89,9 @@ class RouterSettings:
         short="-g",
         tgi=True,
     )
+    shard_timeout: float = setting(
+        60.0, help="Seconds after which a step without an answer means that the shard is frozen.", minimum=0.1
+    )
     json_output: bool = setting(False, help="Log lines are JSON objects.", tgi=True)
     log_level: str = setting(
         "info", help="Log lines below this level are not written.", choices=tuple(LEVELS), tgi=True

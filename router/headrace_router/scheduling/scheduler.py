@@ -10,8 +10,9 @@ One step, in this order:
    left to compute, so a short prompt never stands behind a long one (shortest remaining processing time).
 
 A waiting sequence may join when the pool has room for all its tokens beside what running prompts still
-need, and for one more block for everybody (the low-water mark): so it does not preempt itself at once.
-While the front of the queue lacks room, a few shorter ones may pass it, but only `MAX_OVERTAKEN` in all.
+need, and for one more block for everybody (the low-water mark): so it does not preempt itself at once, and
+prompts never hold all blocks between them with none of them whole. While the front of the queue lacks room,
+shorter ones may pass it, `MAX_OVERTAKEN` in all.
 
 `num_computed` counts the tokens of steps already handed out, so `schedule` may be called again before
 `update`: a sequence whose next token is not known yet has nothing pending and is passed over. Freed blocks
@@ -104,14 +105,11 @@ class Scheduler:
             dropped_ids=[],
             admitted=[],
             num_preempted=0,
+            is_prefill=False,
             is_overdue=False,
         )
         self._schedule_decodes(step)
         self._schedule_prompts(step, now)
-        # Prompts may hold all the blocks between them with none of them whole: the youngest makes way.
-        while not step.scheduled and len(self._running) > 1 and any(s.num_pending for s in self._running):
-            self._preempt(self._running[-1], step)
-            self._schedule_prompts(step, now)
         self._num_steps_waited = self._num_steps_waited + 1 if self._queue and not step.admitted else 0
         if not step.scheduled:
             return None
@@ -207,20 +205,21 @@ class Scheduler:
         step.admitted.append(sequence)
 
     def _place(self, sequence: Sequence, num_tokens: int, new_blocks: list[int], step: Step) -> None:
-        num_computed = sequence.num_computed
+        num_computed, is_new = sequence.num_computed, not sequence.is_known
         sequence.num_computed = num_computed + num_tokens
         sequence.blocks += new_blocks
+        sequence.is_known = True
+        step.is_prefill |= is_new or num_tokens > 1
         step.scheduled.append(
             ScheduledSequence(
                 sequence=sequence,
                 num_tokens=num_tokens,
                 new_blocks=new_blocks,
                 num_computed=num_computed,
-                is_new=not sequence.is_known,
+                is_new=is_new,
                 samples=sequence.num_computed == sequence.num_tokens,
             )
         )
-        sequence.is_known = True
 
     # ---- what came back
 

@@ -34,13 +34,10 @@ class Step:
     """Those that left the queue for this step, also such as come back after a preemption."""
     num_preempted: int
     """Sequences that gave up their blocks for this step."""
+    is_prefill: bool
+    """Whether somebody arrives or computes more than one token."""
     is_overdue: bool
     """Whether they were admitted because `max_waiting_tokens` had passed."""
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether somebody arrives or computes more than one token."""
-        return any(part.is_new or part.num_tokens > 1 for part in self.scheduled)
 
     @property
     def num_tokens(self) -> int:

@@ -25,6 +25,9 @@ StepCall = grpc.aio.UnaryUnaryCall[pb.StepRequest, pb.StepResponse]
 INFO_TIMEOUT_SECONDS = 10.0
 """For calls that a shard answers at once, also while a step runs."""
 
+WATCH_SECONDS = 1.0
+"""Between two looks at a shard that is thought to be well."""
+
 WARMUP_TIMEOUT_SECONDS = 600.0
 """Warming up may compile kernels and capture graphs."""
 
@@ -69,6 +72,18 @@ class ShardClient:
     async def info(self) -> ShardInfo:
         call = self._stub.Info(pb.InfoRequest(), timeout=INFO_TIMEOUT_SECONDS)
         return convert.from_info_response(await self._answer(call, "Info"))
+
+    async def lost(self, instance: str) -> Unavailable:
+        """Returns why once the shard is gone, frozen or another process than `instance`. Asks every second:
+        so it sees what a step under way or an idle connection would not."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                info = await self.info()
+            except HeadraceError as error:
+                return Unavailable(error.message)
+            if info.instance != instance:
+                return Unavailable("the shard was restarted")
 
     async def health(self) -> None:
         await self._answer(self._stub.Health(pb.HealthRequest(), timeout=INFO_TIMEOUT_SECONDS), "Health")
@@ -119,4 +134,5 @@ class ShardClient:
             return Unavailable(f"the shard at {self._address} did not answer {name} in time")
         if error.code() in _GONE:
             return Unavailable(f"the shard at {self._address} is gone ({name}: {details})")
-        return GenerationError(f"Request failed during generation: Server error: {details}")
+        prefix = "Request failed during generation: Server error" if name == "step" else f"{name} failed"
+        return GenerationError(f"{prefix}: {details}")

@@ -1,0 +1,389 @@
+"""The loop: schedule → shard → update → deliver. The only place where decisions meet the wire and the clock.
+
+States of the connection, moved by `Batcher.run` alone:
+
+    CONNECTING ──answers and is warm──► READY ──gone, frozen or another process──► CONNECTING
+         └────────── limits cannot be met at the first start, or `run` is cancelled ──► STOPPED
+
+While the shard is lost, what ran has failed (or, without a token yet, waits once more), what waits goes on
+waiting. A step that fails takes the requests in it with it, and only those. Knows no text: what happens to a
+sequence is told to its `Sink`.
+"""
+
+import asyncio
+import contextlib
+import enum
+import itertools
+import logging
+import time
+from typing import Protocol
+
+from headrace_router.config import RouterConfig
+from headrace_router.errors import ContextLengthExceeded, GenerationError, HeadraceError, Unavailable
+from headrace_router.metrics import METHODS, Metrics
+from headrace_router.scheduling.limits import Limits, LimitsError, Row, ShardInfo, Wanted, derive, plan
+from headrace_router.scheduling.request import FinishReason, Request, Sequence, Status
+from headrace_router.scheduling.scheduler import Scheduler
+from headrace_router.scheduling.step import Step, StepResult, Update
+from headrace_router.shards.client import ShardClient
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.25
+"""Between two attempts to reach a shard."""
+
+
+REFUSED_SECONDS = 5.0
+"""After a shard that came back with too little memory."""
+
+
+class ShardState(enum.Enum):
+    """Where the connection is in its life; see the diagram above."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    STOPPED = "stopped"
+
+
+class Sink(Protocol):
+    """Who is told what happens to one sequence. Called in the loop between two steps, so: quickly.
+
+    `now` is in seconds of `time.monotonic()`.
+    """
+
+    def start(self, now: float) -> None:
+        """It was admitted for the first time."""
+
+    def deliver(self, update: Update, now: float) -> None:
+        """It gained a token or a part of its prompt's log-probabilities; perhaps it ended."""
+
+    def fail(self, error: HeadraceError, now: float) -> None:
+        """It ended without a result."""
+
+
+class Batcher:
+    """Owns the scheduler and the connection. Everything happens in one event loop."""
+
+    def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
+        self._config = config
+        self._wanted = Wanted(
+            max_input_tokens=config.max_input_tokens,
+            max_total_tokens=config.max_total_tokens,
+            max_step_tokens=config.max_batch_prefill_tokens,
+            max_cache_tokens=config.max_batch_total_tokens,
+            max_batch_size=config.max_batch_size,
+            max_concurrent_requests=config.max_concurrent_requests,
+        )
+        self._meter = _Meter(metrics, backpressure=config.waiting_served_ratio > 0)
+        self._ids = itertools.count(1)
+        self._sinks: dict[int, Sink] = {}
+        self._scheduler: Scheduler | None = None
+        self._undelivered: tuple[list[Update], float] = ([], 0.0)
+        self._wake = asyncio.Event()
+        self._loss: Unavailable | None = None
+        """Why the watch has given the shard up."""
+        self.settled = asyncio.Event()
+        """Set once the shard has been ready, or never will be."""
+        self.failure: LimitsError | None = None
+        """Why it never will be."""
+        self.state = ShardState.CONNECTING
+        self.info: ShardInfo | None = None
+        self.limits: Limits | None = None
+        self.rows: tuple[Row, ...] = ()
+        """The start-up table."""
+
+    # ---- for the engine
+
+    def submit(self, request: Request, sink: Sink, now: float) -> Sequence:
+        """Queues a request. Raises `Unavailable` before the first shard was ready and after the end, and
+        `ContextLengthExceeded` for one that could never run."""
+        if self._scheduler is None or self.state is ShardState.STOPPED:
+            raise Unavailable("the server is not ready")
+        sequence = Sequence(id=next(self._ids), request=request, arrived_at=now)
+        if not self._scheduler.can_hold(sequence):
+            raise _too_long(request, self._scheduler.limits)
+        self._sinks[sequence.id] = sink
+        self._scheduler.add(sequence)
+        self._changed()
+        return sequence
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence before the next step; its sink hears nothing more. No error when it has ended."""
+        self._sinks.pop(sequence.id, None)
+        if self._scheduler is not None and self._scheduler.finish(sequence, reason):
+            self._changed()
+
+    async def run(self) -> None:
+        """Connects, serves, and connects again when the shard was lost; returns when limits cannot be met."""
+        try:
+            while self.failure is None:
+                pause_seconds = POLL_SECONDS
+                client = ShardClient(self._config.shard, step_timeout_seconds=self._config.shard_timeout)
+                try:
+                    await self._connect(client)
+                    await self._serve(client)
+                except Unavailable as error:
+                    self._lose(self._loss or error)
+                except LimitsError as error:
+                    self._refuse(error)
+                    pause_seconds = REFUSED_SECONDS
+                finally:
+                    await client.close()
+                if self.failure is None:
+                    await asyncio.sleep(pause_seconds)
+        finally:
+            self.state = ShardState.STOPPED
+            self._meter.shard_up.set(0)
+            for sink in list(self._sinks.values()):
+                sink.fail(Unavailable("the server has stopped"), time.monotonic())
+            self._sinks.clear()
+            self.settled.set()
+
+    # ---- connecting
+
+    async def _connect(self, client: ShardClient) -> None:
+        """Waits for a shard, warms it up and takes over what waits. Raises `Unavailable`, `LimitsError`."""
+        log.info("waiting for the shard at %s", self._config.shard)
+        while True:
+            with contextlib.suppress(Unavailable):
+                info = await client.info()
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        try:
+            capacity = await client.warmup(plan(self._wanted, info))
+        except GenerationError as error:
+            raise LimitsError(f"the shard could not warm up: {error.message}") from error
+        self.limits, self.rows = derive(self._wanted, info, capacity)
+        self.info = info
+        scheduler = Scheduler(
+            self.limits,
+            waiting_served_ratio=self._config.waiting_served_ratio,
+            max_waiting_tokens=self._config.max_waiting_tokens,
+        )
+        waiting = self._scheduler.waiting if self._scheduler is not None else []
+        self._scheduler = scheduler
+        for sequence in waiting:
+            if scheduler.can_hold(sequence):
+                scheduler.add(sequence)
+            else:
+                self._fail(sequence, _too_long(sequence.request, self.limits))
+        self._loss = None
+        self.state = ShardState.READY
+        self._meter.ready(self.limits)
+        self._changed()
+        self.settled.set()
+        log.info("the shard is ready: %s on %s", info.model_type, info.device)
+
+    def _lose(self, error: Unavailable) -> None:
+        was_ready, self.state = self.state is ShardState.READY, ShardState.CONNECTING
+        self._meter.lost()
+        if self._scheduler is None or not was_ready:
+            return
+        self._deliver()
+        failed = self._scheduler.lose_shard()
+        for sequence in failed:
+            self._fail(sequence, Unavailable(error.message))
+        self._changed()
+        log.error(
+            "%s: %d requests failed, %d wait for it to come back",
+            error.message,
+            len(failed),
+            self._scheduler.num_waiting,
+        )
+
+    def _refuse(self, error: LimitsError) -> None:
+        log.error("%s", error)
+        if not self.settled.is_set():
+            self.failure = error
+
+    async def _watch(self, client: ShardClient, instance: str) -> None:
+        self._loss = await client.lost(instance)
+        self._wake.set()
+        await client.close()
+
+    # ---- serving
+
+    async def _serve(self, client: ShardClient) -> None:
+        """Step after step until the shard is lost. Raises `Unavailable`."""
+        assert self._scheduler is not None and self.info is not None
+        scheduler = self._scheduler
+        watch = asyncio.create_task(self._watch(client, self.info.instance))
+        try:
+            while self._loss is None:
+                began = time.monotonic()
+                step = scheduler.schedule(began)
+                if step is None:
+                    self._deliver()
+                    await self._idle(client, scheduler)
+                    continue
+                self._started(step, began)
+                await self._step(client, scheduler, step)
+            raise self._loss
+        finally:
+            watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watch
+
+    async def _step(self, client: ShardClient, scheduler: Scheduler, step: Step) -> None:
+        meter, method = self._meter, METHODS[0 if step.is_prefill else 1]
+        sent = time.monotonic()
+        call = client.send(step)
+        # Once round the loop, so that the step is on its way before the readers of the last one wake up.
+        await asyncio.sleep(0)
+        self._deliver()
+        try:
+            result = await client.receive(call)
+        except HeadraceError as error:
+            meter.inference_failure[method].inc()
+            if isinstance(error, Unavailable):
+                raise
+            await self._recover(client, scheduler, step, error)
+            return
+        came = time.monotonic()
+        updates = scheduler.update(result)
+        self._undelivered = (updates, came)
+        meter.stepped(method, result, sum(update.token is not None for update in updates))
+        meter.levels(scheduler)
+        now = time.monotonic()
+        meter.filter_duration[method].observe(now - came)
+        meter.inference_duration[method].observe(now - sent)
+
+    async def _recover(
+        self, client: ShardClient, scheduler: Scheduler, step: Step, error: HeadraceError
+    ) -> None:
+        """A step failed: so do the requests in it; the shard forgets everybody, the others come back."""
+        log.error("step %d of %d sequences failed: %s", step.id, len(step.scheduled), error.message)
+        for sequence in scheduler.fail_step(step):
+            self._fail(sequence, GenerationError(error.message))
+        self._changed()
+        try:
+            await client.clear()
+            info = await client.info()
+        except GenerationError as further:
+            raise Unavailable(f"the shard cannot be cleared: {further.message}") from further
+        assert self.info is not None
+        if info.instance != self.info.instance:
+            raise Unavailable("the shard was restarted")
+
+    async def _idle(self, client: ShardClient, scheduler: Scheduler) -> None:
+        """Nobody has anything to compute: the shard forgets what has ended, then we wait for somebody."""
+        if dropped_ids := scheduler.take_dropped():
+            try:
+                self._meter.shard_sequences.set(await client.filter(dropped_ids))
+            except GenerationError as error:
+                raise Unavailable(f"the shard cannot drop sequences: {error.message}") from error
+            return
+        self._wake.clear()
+        if self._loss is None:
+            await self._wake.wait()
+
+    def _started(self, step: Step, began: float) -> None:
+        """Counts a step, and tells those who join it for the first time."""
+        assert self._scheduler is not None
+        self._meter.started(step, self._scheduler, time.monotonic() - began)
+        for sequence in step.admitted:
+            if sequence.admitted_at == began:
+                self._meter.prompt_tokens.inc(len(sequence.request.prompt_ids))
+                self._sinks[sequence.id].start(began)
+
+    # ---- delivering
+
+    def _deliver(self) -> None:
+        """Tells the sinks what the last step brought."""
+        (updates, now), self._undelivered = self._undelivered, ([], 0.0)
+        for update in updates:
+            sequence = update.sequence
+            if update.error is not None:
+                self._fail(sequence, GenerationError(f"Request failed during generation: {update.error}"))
+                continue
+            sink = self._sinks.get(sequence.id)
+            if sink is None:
+                continue  # Its reader has left meanwhile.
+            if sequence.status is Status.FINISHED:
+                del self._sinks[sequence.id]
+            sink.deliver(update, now)
+
+    def _fail(self, sequence: Sequence, error: HeadraceError) -> None:
+        if (sink := self._sinks.pop(sequence.id, None)) is not None:
+            sink.fail(error, time.monotonic())
+
+    def _changed(self) -> None:
+        """Somebody came or went: the gauges follow at once, and an idle loop looks again."""
+        assert self._scheduler is not None
+        self._meter.levels(self._scheduler)
+        self._wake.set()
+
+
+def _too_long(request: Request, limits: Limits) -> ContextLengthExceeded:
+    num_prompt, max_new = len(request.prompt_ids), request.max_new_tokens
+    return ContextLengthExceeded(
+        f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
+        f"Given: {num_prompt} `inputs` tokens and {max_new} `max_new_tokens`",
+        openai_message=f"This model's maximum context length is {limits.max_total_tokens} tokens. "
+        f"However, you requested {num_prompt + max_new} tokens.",
+    )
+
+
+class _Meter:
+    """The metrics of the loop, with the labels looked up once."""
+
+    def __init__(self, metrics: Metrics, *, backpressure: bool) -> None:
+        self._metrics = metrics
+        self._concat_reason = "backpressure" if backpressure else "chunking"
+        self.inference_count = {m: metrics.batch_inference_count.labels(m) for m in METHODS}
+        self.inference_success = {m: metrics.batch_inference_success.labels(m) for m in METHODS}
+        self.inference_failure = {m: metrics.batch_inference_failure.labels(m) for m in METHODS}
+        self.inference_duration = {m: metrics.batch_inference_duration.labels(m) for m in METHODS}
+        self.forward_duration = {m: metrics.batch_forward_duration.labels(m) for m in METHODS}
+        self.decode_duration = {m: metrics.batch_decode_duration.labels(m) for m in METHODS}
+        self.filter_duration = {m: metrics.batch_filter_duration.labels(m) for m in METHODS}
+        self.concat_duration = metrics.batch_concat_duration.labels("decode")
+        self.blocks_used = metrics.kv_blocks.labels("used")
+        self.blocks_free = metrics.kv_blocks.labels("free")
+        self.requests_running = metrics.requests.labels("running")
+        self.requests_waiting = metrics.requests.labels("waiting")
+        self.prompt_tokens = metrics.prompt_tokens
+        self.shard_up = metrics.shard_up
+        self.shard_sequences = metrics.shard_sequences
+
+    def ready(self, limits: Limits) -> None:
+        self.shard_up.set(1)
+        self.shard_sequences.set(0)
+        self._metrics.batch_max_total_tokens.set(limits.num_blocks * limits.block_size)
+
+    def lost(self) -> None:
+        self.shard_up.set(0)
+        self.shard_sequences.set(0)
+
+    def levels(self, scheduler: Scheduler) -> None:
+        """The gauges of queue, running sequences and blocks."""
+        blocks = scheduler.blocks
+        self._metrics.queue_size.set(scheduler.num_waiting)
+        self.requests_waiting.set(scheduler.num_waiting)
+        self._metrics.batch_current_size.set(scheduler.num_running)
+        self.requests_running.set(scheduler.num_running)
+        self._metrics.batch_current_max_tokens.set(blocks.num_used * blocks.block_size)
+        self.blocks_used.set(blocks.num_used)
+        self.blocks_free.set(blocks.num_free)
+
+    def started(self, step: Step, scheduler: Scheduler, scheduling_seconds: float) -> None:
+        """A step was scheduled and is about to be sent."""
+        metrics, num_admitted = self._metrics, len(step.admitted)
+        self.inference_count[METHODS[0 if step.is_prefill else 1]].inc()
+        metrics.step_tokens.observe(step.num_tokens)
+        metrics.preemptions.inc(step.num_preempted)
+        if num_admitted:
+            metrics.batch_next_size.observe(num_admitted)
+            if scheduler.num_running > num_admitted:
+                metrics.batch_concat.labels("wait_exceeded" if step.is_overdue else self._concat_reason).inc()
+                self.concat_duration.observe(scheduling_seconds)
+        self.levels(scheduler)
+
+    def stepped(self, method: str, result: StepResult, num_generated: int) -> None:
+        """A step came back."""
+        self.inference_success[method].inc()
+        self.forward_duration[method].observe(result.forward_seconds)
+        self.decode_duration[method].observe(result.sample_seconds)
+        self._metrics.shard_idle_seconds.observe(result.idle_seconds)
+        self._metrics.generated_tokens.inc(num_generated)
+        self.shard_sequences.set(result.num_sequences)

@@ -1,0 +1,104 @@
+"""Limits: what is derived from settings, model and memory, and what is refused."""
+
+from dataclasses import replace
+
+import pytest
+from headrace_router.scheduling.limits import Capacity, Limits, LimitsError, ShardInfo, Wanted, derive, plan
+
+INFO = ShardInfo(
+    model_type="llama",
+    dtype="bfloat16",
+    device="cpu",
+    attention="cpu",
+    block_size=16,
+    vocab_size=1000,
+    max_positions=2048,
+    eos_token_ids=frozenset({2, 7}),
+    weight_bytes=270_000_000,
+    version="0",
+    instance="a",
+    notes=(),
+)
+CAPACITY = Capacity(num_blocks=1000, block_bytes=4096, step_seconds=0.25, available_bytes=8_000_000)
+WANTED = Wanted(max_concurrent_requests=128)
+
+
+def test_defaults_come_from_model_and_device() -> None:
+    limits, rows = derive(WANTED, INFO, CAPACITY)
+    assert limits == Limits(
+        max_input_tokens=2047,
+        max_total_tokens=2048,
+        max_step_tokens=512,
+        max_step_sequences=128,
+        num_blocks=1000,
+        block_size=16,
+        vocab_size=1000,
+        eos_token_ids=frozenset({2, 7}),
+    )
+    table = {row.name: (row.value, row.why) for row in rows}
+    assert table["longest prompt and answer"] == ("2048 tokens", "the model's context")
+    assert table["step"] == ("512 tokens", "the default on cpu; takes 0.250 s")
+    assert table["running at once"] == ("128 sequences", "--max-concurrent-requests")
+    assert plan(WANTED, replace(INFO, device="cuda")).max_step_tokens == 4096
+
+
+def test_a_small_cache_limits_the_context() -> None:
+    limits, rows = derive(WANTED, INFO, replace(CAPACITY, num_blocks=10))
+    assert (limits.max_total_tokens, limits.max_input_tokens) == (160, 159)
+    assert any(row.why == "what the KV cache holds; the model's context is 2048" for row in rows)
+
+
+def test_settings_hold() -> None:
+    wanted = Wanted(
+        max_input_tokens=100,
+        max_total_tokens=200,
+        max_step_tokens=64,
+        max_cache_tokens=16000,
+        max_batch_size=8,
+        max_concurrent_requests=32,
+    )
+    planned = plan(wanted, INFO)
+    assert (planned.max_step_tokens, planned.max_step_sequences, planned.max_cache_tokens) == (64, 8, 16000)
+    limits, rows = derive(wanted, INFO, CAPACITY)
+    assert (limits.max_input_tokens, limits.max_total_tokens) == (100, 200)
+    whys = {row.name: row.why for row in rows}
+    assert whys["running at once"] == "--max-batch-size"
+    assert whys["longest prompt"] == "--max-input-tokens"
+    assert "--max-batch-total-tokens 16000" in whys["KV cache"]
+
+
+def test_a_step_has_a_token_for_everybody() -> None:
+    limits, rows = derive(Wanted(max_concurrent_requests=128, max_step_tokens=32), INFO, CAPACITY)
+    assert limits.max_step_sequences == 32
+    assert {row.name: row.why for row in rows}["running at once"] == "one token of a step for each"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_blocks", "message"),
+    [
+        ({"max_total_tokens": 4096}, 1000, "--max-total-tokens is 4096, but the model's context is 2048"),
+        ({"max_total_tokens": 2000}, 100, "--max-total-tokens is 2000, but the KV cache holds 1600 tokens"),
+        (
+            {"max_total_tokens": 2000, "max_cache_tokens": 1600},
+            100,
+            r"holds 1600 tokens \(100 blocks of 16, limited by --max-batch-total-tokens 1600\)",
+        ),
+        ({"max_input_tokens": 2048}, 1000, "--max-input-tokens is 2048, .* at most 2047"),
+        ({"max_batch_size": 600}, 1000, "--max-batch-size is 600, but a step carries 512 tokens"),
+        ({}, 0, "the KV cache holds 0 tokens"),
+    ],
+)
+def test_contradictions_are_one_line_with_numbers(
+    wanted: dict[str, int], num_blocks: int, message: str
+) -> None:
+    with pytest.raises(LimitsError, match=message) as caught:
+        derive(Wanted(max_concurrent_requests=1000, **wanted), INFO, replace(CAPACITY, num_blocks=num_blocks))
+    assert "\n" not in str(caught.value)
+
+
+def test_limits_refuse_what_a_scheduler_could_not_keep() -> None:
+    limits, _ = derive(WANTED, INFO, CAPACITY)
+    with pytest.raises(ValueError, match="600 sequences in a step of 512"):
+        replace(limits, max_step_sequences=600)
+    with pytest.raises(ValueError, match="20000 tokens in 1000 blocks"):
+        replace(limits, max_total_tokens=20000)
