@@ -6,18 +6,22 @@ any other status                            → errors.GenerationError  it is th
 
 import asyncio
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import grpc
 import grpc.aio
 from headrace_proto import shard_pb2 as pb
 from headrace_proto.settings import SettingsError
-from headrace_proto.shard_pb2_grpc import ShardAsyncStub, ShardStub
+from headrace_proto.shard_pb2_grpc import ShardStub
 
 from headrace_router.errors import GenerationError, HeadraceError, Unavailable
 from headrace_router.scheduling.limits import Capacity, Plan, ShardInfo
 from headrace_router.scheduling.step import Step, StepResult
 from headrace_router.shards import convert
+
+if TYPE_CHECKING:
+    # Only the stub files know it: what a stub is when its channel is asynchronous.
+    from headrace_proto.shard_pb2_grpc import ShardAsyncStub
 
 Response = TypeVar("Response")
 StepCall = grpc.aio.UnaryUnaryCall[pb.StepRequest, pb.StepResponse]
