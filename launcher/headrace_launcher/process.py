@@ -82,6 +82,7 @@ class Child:
         self.ended = asyncio.Event()
         self._lines: deque[tuple[int, str]] = deque(maxlen=NUM_LAST_WORDS)
         self._num_open = 2
+        self._transports: list[asyncio.ReadTransport] = []
         self._on_output = on_output
         self._popen = subprocess.Popen(
             argv,
@@ -114,7 +115,7 @@ class Child:
         if status is not None and status < 0:
             how = f"signal {signal.Signals(-status).name}"
             if status == -signal.SIGKILL:
-                how += " (out of memory?)"
+                how += " (by somebody, or out of memory)"
         words = self.last_words
         return f"{how}: {words}" if words else how
 
@@ -155,7 +156,9 @@ class Child:
             self._lines.append((line.level if line else level, line.message if line else text))
             logs.relay(self.name, text, level=level)
 
-        await asyncio.get_running_loop().connect_read_pipe(lambda: _Lines(on_line, self._pipe_ended), pipe)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: _Lines(on_line, self._pipe_ended), pipe)
+        self._transports.append(transport)
 
     def _pipe_ended(self) -> None:
         self._num_open -= 1
@@ -170,7 +173,11 @@ class Child:
         del _children[self._popen.pid]
         self._settle()
         # A grandchild in a session of its own may hold them still.
-        asyncio.get_running_loop().call_later(LAST_LINE_SECONDS, self.ended.set)
+        asyncio.get_running_loop().call_later(LAST_LINE_SECONDS, self._close_pipes)
+
+    def _close_pipes(self) -> None:
+        for transport in self._transports:
+            transport.close()
 
     def _settle(self) -> None:
         if self._popen.returncode is not None and self._num_open == 0:

@@ -182,7 +182,7 @@ class Supervisor:
         is_serving = was_serving = False
         while True:
             status = await health_status(self._hostname, self._port)
-            is_serving = status == 200 and await listens(str(self._socket))
+            is_serving = status == 200 and await self._does_shard_listen()
             if is_serving:
                 self._shard.served()
                 self._router.served()
@@ -204,6 +204,10 @@ class Supervisor:
             elif was_serving and self._is_anybody_down():
                 was_serving, started = False, time.monotonic()
             await asyncio.sleep(SERVING_PROBE_SECONDS if is_serving else STARTING_PROBE_SECONDS)
+
+    async def _does_shard_listen(self) -> bool:
+        # A router may still be healthy by the word of the shard's predecessor. One that serves is left alone.
+        return self._shard.state is State.SERVING or await listens(str(self._socket))
 
     def _is_anybody_down(self) -> bool:
         return any(child.state is not State.SERVING for child in (self._shard, self._router))
