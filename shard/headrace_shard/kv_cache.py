@@ -6,6 +6,7 @@ The attention backend fixes the layout; the router says which blocks are whose.
 import math
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,17 +49,24 @@ class KVCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         try:
-            # Zeros, for a slot never written may be read behind a mask, and 0 times NaN is NaN. On a CPU the
-            # pages come from the system when they are first written.
             for _ in range(config.num_layers):
-                self.keys.append(torch.zeros(shape, dtype=dtype, device=device))
-                self.values.append(torch.zeros(shape, dtype=dtype, device=device))
-        except RuntimeError as error:
+                self.keys.append(_zeros(shape, dtype, device))
+                self.values.append(_zeros(shape, dtype, device))
+        except (RuntimeError, MemoryError) as error:
             num_bytes = num_blocks * block_bytes(config, backend, dtype)
             raise OutOfMemory(
                 f"no memory on {device} for a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB); "
                 "lower --kv-cache-memory or --max-batch-total-tokens"
             ) from error
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, for a slot never written may be read behind a mask, and 0 times NaN is NaN."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch would write every page, seconds for a large cache; numpy leaves it to the system, page by page.
+    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def block_bytes(config: CacheDimensions, backend: CacheLayout, dtype: torch.dtype) -> int:
