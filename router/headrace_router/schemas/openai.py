@@ -11,6 +11,9 @@ from msgspec import UNSET, Struct, UnsetType
 
 from headrace_router.schemas.decode import invalid
 
+BASE_MODEL_NAMES = ("tgi", "dummy")
+"""As `model` they always mean the served one: clients that are bound to a URL send them."""
+
 
 class ContentPart(Struct, frozen=True, kw_only=True):
     """A part of a message's content. Only text can be read."""

@@ -19,7 +19,6 @@ from typing import Any, Self, TypeVar
 import jinja2
 import jinja2.compiler
 import jinja2.ext
-import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -58,32 +57,15 @@ _TURNS_LEFT = "turns left"
 
 
 class ChatTemplate:
-    """A compiled template with the special tokens it may name."""
+    """A compiled template."""
 
-    def __init__(
-        self,
-        source: str,
-        *,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-        now: Callable[[], datetime] = datetime.now,
-    ) -> None:
+    def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
         """Raises `jinja2.TemplateSyntaxError`."""
-        environment = _environment(now)
-        self._template = environment.from_string(source)
-        self._variables = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self._template = _environment(now).from_string(source)
         self._keeps_null_content = bool(_ASKS_FOR_NULL.search(source))
-        self._special_tokens = {"bos_token": bos_token or "", "eos_token": eos_token or ""}
 
     @classmethod
-    def from_folder(
-        cls,
-        path: Path,
-        config_path: Path | None = None,
-        *,
-        bos_token: str | None = None,
-        eos_token: str | None = None,
-    ) -> Self | None:
+    def from_folder(cls, path: Path, config_path: Path | None = None) -> Self | None:
         """The template of a model's folder, None if it has none.
 
         Looked for in `config_path` (a tokenizer_config.json), then in the folder's chat_template.jinja,
@@ -94,7 +76,7 @@ class ChatTemplate:
             if source is None:
                 continue
             try:
-                return cls(source, bos_token=bos_token, eos_token=eos_token)
+                return cls(source)
             except jinja2.TemplateSyntaxError as error:
                 raise StartupError(
                     f"the chat template in {file} cannot be read: line {error.lineno}: {error.message}; "
@@ -102,26 +84,25 @@ class ChatTemplate:
                 ) from None
         return None
 
-    def reads(self, variable: str) -> bool:
-        """Whether the template looks at a variable."""
-        return variable in self._variables
-
     def render(
         self,
         messages: Sequence[Message],
         *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt.
 
-        `messages` are OpenAI's, with `content` a string or None. `kwargs` are further variables, none of
-        `RESERVED_VARIABLES`. Raises `TemplateError`, with the template's own words if it refuses.
+        `messages` are OpenAI's, at least one, with `content` a string or None; `kwargs` are further
+        variables, none of `RESERVED_VARIABLES`. Raises `TemplateError`; a template that refuses says why.
         """
         variables = {
             **(kwargs or {}),
-            **self._special_tokens,
+            "bos_token": bos_token or "",
+            "eos_token": eos_token or "",
             "add_generation_prompt": add_generation_prompt,
             "tools": None,
             "documents": None,
