@@ -15,7 +15,7 @@ from headrace_shard.checkpoint.config import RopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Cosines and signed sines of a step's positions, [T, 1, D] float32; every layer of the step uses the same.
+    """Cosines and signed sines of a step's positions, [T, 1, D] float32; every layer uses the same.
 
     The first half of the sines is negated, so that x turned is x * cos + (x with its halves swapped) * sin.
     """

@@ -1,0 +1,36 @@
+"""Shapes and sizes of the KV cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from headrace_shard.attention.sdpa import SdpaBackend
+from headrace_shard.checkpoint.config import ModelConfig, load_config
+from headrace_shard.errors import OutOfMemory
+from headrace_shard.kv_cache import KVCache, block_bytes
+
+from tests.tiny import make_checkpoint
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    return load_config(make_checkpoint(tmp_path, num_layers=3, num_kv_heads=2, head_dim=8))
+
+
+def test_block_bytes_are_what_the_tensors_take(config: ModelConfig) -> None:
+    cache = KVCache(config, 5, SdpaBackend(), torch.bfloat16, torch.device("cpu"))
+    tensors = [*cache.keys, *cache.values]
+    assert len(cache.keys) == len(cache.values) == 3
+    assert {tuple(tensor.shape) for tensor in tensors} == {(5, 2, 16, 8)}
+    total = sum(tensor.nbytes for tensor in tensors)
+    assert total == 5 * block_bytes(config, SdpaBackend(), torch.bfloat16)
+
+
+def test_a_fresh_cache_holds_zeros(config: ModelConfig) -> None:
+    cache = KVCache(config, 2, SdpaBackend(), torch.float32, torch.device("cpu"))
+    assert not any(tensor.any() for tensor in (*cache.keys, *cache.values))
+
+
+def test_too_large_a_cache_is_one_clear_error(config: ModelConfig) -> None:
+    with pytest.raises(OutOfMemory, match=r"KV cache of 1000000000000 blocks .*--kv-cache-memory"):
+        KVCache(config, 10**12, SdpaBackend(), torch.float32, torch.device("cpu"))
