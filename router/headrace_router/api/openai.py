@@ -12,13 +12,11 @@ from headrace_router.engine import Finish, OutputToken
 from headrace_router.errors import HeadraceError, ModelNotFound
 from headrace_router.scheduling.request import FinishReason
 from headrace_router.schemas import openai
+from headrace_router.schemas.openai import BASE_MODEL_NAMES
 
 SYSTEM_FINGERPRINT = f"{__version__}-native"
 
 STREAM_END = b"data: [DONE]\n\n"
-
-BASE_MODEL_NAMES = ("tgi", "dummy")
-"""Always mean the served model: clients that are bound to a URL send them."""
 
 
 def _status(error: HeadraceError) -> int:

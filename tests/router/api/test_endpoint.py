@@ -1,0 +1,173 @@
+"""Keys, methods, unknown paths, failures nobody foresaw, and the counting of requests."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.router.running import CHAT, RunningRouter, raw_request
+
+KEYED = (
+    "/",
+    "/generate",
+    "/generate_stream",
+    "/invocations",
+    "/tokenize",
+    "/chat_tokenize",
+    "/detokenize",
+    "/v1/chat/completions",
+    "/v1/completions",
+)
+OPEN = ("/", "/health", "/ping", "/ready", "/live", "/startup", "/info", "/metrics", "/v1/models")
+
+
+@pytest.fixture(scope="module")
+def keyed(model_folder: Path) -> Iterator[RunningRouter]:
+    with RunningRouter(model_folder, api_key="sécret", max_concurrent_requests=2) as router:
+        yield router
+
+
+def assert_envelope(response: httpx.Response, path: str) -> None:
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    if path.startswith("/v1"):
+        assert list(body["error"]) == ["message", "type", "param", "code"]
+        assert body["error"]["message"]
+    else:
+        assert list(body) == ["error", "error_type"] and body["error"]
+
+
+@pytest.mark.parametrize("path", KEYED)
+@pytest.mark.parametrize(
+    "key", [None, "", "sécret", "Bearer", "Bearer secret", "Bearer SÉCRET", "Bearer sécre", "Basic sécret"]
+)
+def test_what_is_posted_needs_the_key(keyed: RunningRouter, path: str, key: str | None) -> None:
+    headers = {} if key is None else {b"authorization": key.encode()}
+    response = keyed.client.post(path, json={}, headers=headers)
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert_envelope(response, path)
+    assert "sécret" not in response.text
+
+
+def test_the_scheme_is_in_any_case(keyed: RunningRouter) -> None:
+    for scheme in ("Bearer", "bearer", "BEARER"):
+        headers = {b"authorization": f"{scheme} sécret".encode()}
+        response = keyed.client.post("/tokenize", json={"inputs": "a"}, headers=headers)
+        assert response.status_code == 200
+
+
+@pytest.mark.parametrize("path", OPEN)
+def test_what_is_read_is_open(keyed: RunningRouter, path: str) -> None:
+    assert keyed.client.get(path).status_code == 200
+    head = keyed.client.head(path)
+    assert head.status_code == 200 and head.content == b""
+
+
+def test_the_key_comes_before_the_method(keyed: RunningRouter) -> None:
+    assert keyed.client.get("/generate").status_code == 401
+    assert keyed.client.post("/info", json={}).status_code == 405
+    assert keyed.client.get("/nope").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", "/generate", "POST"),
+        ("HEAD", "/generate", "POST"),
+        ("DELETE", "/v1/chat/completions", "POST"),
+        ("POST", "/info", "GET, HEAD"),
+        ("PUT", "/", "GET, HEAD, POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+    ],
+)
+def test_other_methods(router: RunningRouter, method: str, path: str, allowed: str) -> None:
+    response = router.client.request(method, path)
+    assert response.status_code == 405 and response.headers["allow"] == allowed
+    if method != "HEAD":
+        assert_envelope(response, path)
+
+
+@pytest.mark.parametrize("path", ["/nope", "/generate/", "/v1", "/v1/", "/v1/nope", "/v1/chat/completions/"])
+def test_unknown_paths(router: RunningRouter, path: str) -> None:
+    for method in ("GET", "POST"):
+        response = router.client.request(method, path, json={})
+        assert response.status_code == 404
+        assert_envelope(response, path)
+        assert path in response.text
+
+
+def test_one_too_many(keyed: RunningRouter) -> None:
+    keyed.do(keyed.shard.gate.clear)
+    headers = {b"authorization": "Bearer sécret".encode()}
+    before = keyed.metric('tgi_request_failure{err="overloaded"}')
+    response = keyed.client.post("/v1/chat/completions", json=CHAT | {"n": 3}, headers=headers)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    body = {"inputs": "a", "parameters": {"best_of": 1000}}
+    assert keyed.client.post("/generate", json=body, headers=headers).status_code == 422
+    assert keyed.metric('tgi_request_failure{err="overloaded"}') == before + 1
+    keyed.do(keyed.shard.gate.set)
+
+
+def test_a_fault_nobody_foresaw(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def burst(*_: Any, **__: Any) -> None:
+        raise ZeroDivisionError("secret detail")
+
+    monkeypatch.setattr(router.service.engine, "submit", burst)
+    with caplog.at_level(logging.ERROR):
+        native = router.post("/generate", {"inputs": "a"})
+        openai = router.post("/v1/completions", {"prompt": "a", "stream": True})
+    assert native.status_code == openai.status_code == 500
+    assert_envelope(native, "/generate")
+    assert_envelope(openai, "/v1/completions")
+    assert "secret detail" not in native.text + openai.text
+    assert "secret detail" in caplog.text
+
+
+def test_each_request_is_counted_once(router: RunningRouter) -> None:
+    def counts() -> list[float]:
+        names = ("tgi_request_count", "tgi_request_duration_count", "tgi_request_validation_duration_count")
+        failures = ('tgi_request_failure{err="validation"}', 'tgi_request_failure{err="template"}')
+        return [router.metric(name) for name in names + failures]
+
+    before = counts()
+    router.post("/v1/chat/completions", CHAT | {"n": 3, "max_tokens": 2})
+    router.post("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 2, "stream": True})
+    router.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 2}})
+    router.post("/generate", {"inputs": ""})
+    router.post("/generate_stream", {})
+    router.post("/tokenize", {"inputs": "a"})
+    router.client.get("/")
+    after = counts()
+    assert [new - old for new, old in zip(after, before, strict=True)] == [5, 3, 3, 2, 0]
+
+
+def test_no_shard_is_503_with_retry_after(model_folder: Path) -> None:
+    with RunningRouter(model_folder, starts_shard=False) as router:
+        for path, body in (("/generate", {"inputs": "a"}), ("/v1/chat/completions", CHAT)):
+            response = router.post(path, body)
+            assert response.status_code == 503 and response.headers["retry-after"] == "5"
+            assert_envelope(response, path)
+
+
+def test_draining_closes_connections(model_folder: Path) -> None:
+    with RunningRouter(model_folder) as router:
+        router.do(router.shard.gate.clear)
+        with raw_request(
+            router, "/generate", {"inputs": "a", "parameters": {"max_new_tokens": 3}}
+        ) as running:
+            router.wait_for(lambda: router.service.engine.num_active == 1)
+            router.do(router.service.engine.drain)
+            response = router.post("/generate", {"inputs": "a"})
+            assert response.status_code == 503 and response.headers["connection"] == "close"
+            assert router.client.get("/ready").status_code == 503
+            assert router.client.get("/live").status_code == 200
+            router.do(router.shard.gate.set)
+            assert running.recv(65536).startswith(b"HTTP/1.1 200 OK")

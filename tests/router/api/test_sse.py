@@ -1,0 +1,125 @@
+"""Event streams: comments in silence, errors after the start, slow readers."""
+
+import asyncio
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from headrace_router.api.exchange import Exchange
+from headrace_router.api.sse import EventStream, frame
+from headrace_router.api.tgi import NATIVE
+from starlette.types import Message
+
+from tests.router.running import CHAT, WAIT_SECONDS, RunningRouter, raw_request
+
+ROUTES: list[tuple[str, dict[str, Any], bool]] = [
+    ("/generate_stream", {"inputs": "the water", "parameters": {"max_new_tokens": 20}}, False),
+    ("/v1/chat/completions", CHAT | {"stream": True, "max_tokens": 20}, True),
+    ("/v1/completions", {"prompt": ["a", "b"], "stream": True, "max_tokens": 20}, True),
+]
+
+
+def read_until(connection: socket.socket, mark: bytes) -> bytes:
+    connection.settimeout(WAIT_SECONDS)
+    data = b""
+    while mark not in data:
+        part = connection.recv(65536)
+        assert part, data
+        data += part
+    return data
+
+
+@pytest.mark.parametrize(("path", "body", "is_openai"), ROUTES)
+def test_silence_is_broken_by_comments(
+    model_folder: Path, path: str, body: dict[str, Any], is_openai: bool
+) -> None:
+    with RunningRouter(model_folder, keep_alive_seconds=0.1) as router:
+        router.do(router.shard.gate.clear)
+        with raw_request(router, path, body) as connection:
+            data = read_until(connection, b":\n\n")
+            assert data.startswith(b"HTTP/1.1 200 OK") and b"text/event-stream" in data
+            while data.count(b":\n\n") < 3:
+                data += connection.recv(65536)
+            assert b"data:" not in data
+            router.do(router.shard.gate.set)
+            data += read_until(connection, b"0\r\n\r\n")
+            assert data.count(b"data: ") > 2
+            # A comment after an `id:` line is an event without data to some clients.
+            assert b"\nid:" not in data.partition(b"\r\n\r\n")[2]
+
+
+@pytest.mark.parametrize(("path", "body", "is_openai"), ROUTES)
+def test_an_error_before_the_first_token_has_a_status(
+    router: RunningRouter, path: str, body: dict[str, Any], is_openai: bool
+) -> None:
+    before = router.metric('tgi_request_failure{err="generation"}')
+    router.shard.step_errors.append((grpc.StatusCode.INTERNAL, "the device caught fire"))
+    response = router.post(path, body)
+    assert response.status_code == (500 if is_openai else 424)
+    error = response.json()["error"]
+    assert "the device caught fire" in (error["message"] if is_openai else error)
+    assert router.metric('tgi_request_failure{err="generation"}') == before + 1
+
+
+@pytest.mark.parametrize(("path", "body", "is_openai"), ROUTES)
+def test_a_later_error_is_an_event(
+    router: RunningRouter, path: str, body: dict[str, Any], is_openai: bool
+) -> None:
+    router.shard.sequence_error = lambda one: "no more" if one.num_generated == 3 else None
+    router.says("a", ends=False)
+    payloads = router.stream(path, body)
+    router.shard.sequence_error = lambda one: None
+    assert ("[DONE]" in payloads) == is_openai
+    if is_openai:
+        assert payloads.pop() == "[DONE]"
+        error = json.loads(payloads[-1])["error"]
+        assert list(error) == ["message", "type", "param", "code"]
+        assert "no more" in error["message"]
+    else:
+        error = json.loads(payloads[-1])
+        assert list(error) == ["error", "error_type"] and error["error_type"] == "generation"
+    assert len(payloads) > 2
+
+
+def test_a_late_reader_gets_everything_and_holds_nobody(router: RunningRouter) -> None:
+    router.says("a", ends=False)
+    body = {"inputs": "the water", "parameters": {"max_new_tokens": 200, "top_n_tokens": 5}}
+    with raw_request(router, "/generate_stream", body) as late:
+        for _ in range(3):
+            assert router.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 50}}).is_success
+        data = read_until(late, b"0\r\n\r\n")
+    assert data.count(b"data: ") == 200
+    last = json.loads(data.split(b"data: ")[-1].split(b"\n")[0])
+    assert last["index"] == 200 and last["generated_text"] == "a" * 200
+
+
+def test_while_the_client_is_slow_nothing_piles_up() -> None:
+    async def check() -> None:
+        sent: list[Message] = []
+        is_open = asyncio.Event()
+
+        async def receive() -> Message:
+            raise AssertionError
+
+        async def send(message: Message) -> None:
+            await is_open.wait()
+            sent.append(message)
+
+        exchange = Exchange({"type": "http", "headers": []}, receive, send, NATIVE)
+        async with EventStream(exchange, [], keep_alive_seconds=0.01) as stream:
+            writing = asyncio.create_task(stream.write(frame(b"{}")))
+            await asyncio.sleep(0.05)
+            assert not writing.done() and not exchange.is_started
+            is_open.set()
+            await writing
+            bodies = [message["body"] for message in sent[1:]]
+            # Not one comment has piled up behind the event.
+            assert bodies == [b"data: {}\n\n"]
+            while len(sent) < 4:
+                await asyncio.sleep(0.005)
+            assert sent[2]["body"] == sent[3]["body"] == b":\n\n"
+
+    asyncio.run(check())
