@@ -9,12 +9,14 @@ never imports torch.
 import asyncio
 import contextlib
 import fcntl
+import glob
 import hashlib
 import importlib.util
 import json
 import logging
 import os
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -168,9 +170,9 @@ async def _ended(child: Child, stop: asyncio.Event) -> None:
 async def _downloaded(config: LauncherConfig, environment: Mapping[str, str], stop: asyncio.Event) -> Path:
     settings = pick(DownloadSettings, config)
     argv = [sys.executable, "-P", "-m", "headrace_launcher.download", *to_argv(settings)]
-    # A line of progress every few seconds: it goes into a log, not onto a terminal.
-    child_environment = {"TQDM_MININTERVAL": "5", **without_settings(environment, LauncherConfig)}
-    child_environment |= to_environment(settings)
+    child_environment = without_settings(environment, LauncherConfig) | to_environment(settings)
+    # A line of progress every few seconds: it goes into a log, not onto a terminal. And nothing phones home.
+    child_environment |= {"TQDM_MININTERVAL": "5", "HF_HUB_DISABLE_TELEMETRY": "1"}
     printed: list[str] = []
     child = Child("download", argv, child_environment, stderr_level=logging.INFO, on_output=printed.append)
     await _ended(child, stop)
@@ -215,7 +217,18 @@ async def _convert(
 ) -> None:
     logger.info("converting %s to %s, once", source.name, target)
     started = time.monotonic()
-    argv = [sys.executable, "-P", "-m", "headrace_shard", "convert", str(source), str(target)]
+    for leftover in target.parent.glob(f".{glob.escape(target.name)}.*"):
+        shutil.rmtree(leftover, ignore_errors=True)  # of a converter that was killed; we hold the lock
+    argv = [
+        sys.executable,
+        "-P",
+        "-m",
+        "headrace_shard",
+        "convert",
+        str(source),
+        str(target),
+        "--json-output",
+    ]
     child = Child("convert", argv, without_settings(environment, LauncherConfig), stderr_level=logging.INFO)
     await _ended(child, stop)
     if child.exit_status != 0 or not target.is_dir():

@@ -11,6 +11,7 @@ children too, for the kernel's parent-death signal watches the thread, not the p
 import asyncio
 import logging
 import os
+import re
 import signal
 import subprocess
 from collections import deque
@@ -121,9 +122,10 @@ class Child:
 
     @property
     def last_words(self) -> str:
-        """The last line that was an error, else the last line; of several lines the last, the exception's."""
+        """The last line that was an error, else the last line; of a traceback the exception."""
         lines = [text for level, text in self._lines if level >= logging.ERROR] or [t for _, t in self._lines]
-        return lines[-1].rstrip().rsplit("\n", 1)[-1][:MAX_LAST_WORDS] if lines else ""
+        words = lines[-1].rstrip().rsplit("\n", 1)[-1] if lines else ""
+        return re.sub(r"^headrace-\w+: error: ", "", words)[:MAX_LAST_WORDS]
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signals the process; one that has ended already is no error."""

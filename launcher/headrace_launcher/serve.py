@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel allows 107."""
 
+SAME_SIGNAL_SECONDS = 0.5
+"""timeout(1) and some shells signal a process and then its group: both are one wish."""
+
 
 async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
     """Serves until a signal comes. Raises StartError, or Stopped for a signal before the children started."""
@@ -67,13 +70,18 @@ async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
 def handle_signals() -> asyncio.Event:
     """An event that the first signal sets; a second one kills what still runs. Reaps children from now on."""
     stop = asyncio.Event()
+    first_at = 0.0
 
     def on_signal(number: signal.Signals) -> None:
+        nonlocal first_at
         if stop.is_set():
+            if time.monotonic() - first_at < SAME_SIGNAL_SECONDS:
+                return
             logger.warning("%s again: killing what still runs", number.name)
             kill_children()
             return
         logger.info("%s", number.name)
+        first_at = time.monotonic()
         stop.set()
 
     loop = asyncio.get_running_loop()

@@ -78,7 +78,9 @@ def _convert(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("source", type=Path, help="the GGUF file")
     parser.add_argument("target", type=Path, help="the folder to write")
+    parser.add_argument("--json-output", action="store_true", help="log lines are JSON objects")
     given = parser.parse_args(arguments)
+    logs.setup("convert", given.json_output)
     from headrace_shard.checkpoint.gguf import convert
     from headrace_shard.errors import StartError
 

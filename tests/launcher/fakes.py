@@ -48,11 +48,12 @@ if sys.argv[1:2] == ["convert"]:
         time.sleep(60)
     if "fails" in mood("FAKE_SHARD"):
         sys.exit("this file is broken")
-    making = pathlib.Path(sys.argv[3] + ".making")
+    target = pathlib.Path(sys.argv[3])
+    making = target.with_name(f".{target.name}.making")
     making.mkdir()
     for file in ("config.json", "tokenizer.json", "model.safetensors"):
         (making / file).write_text("{}")
-    making.rename(sys.argv[3])
+    making.rename(target)
     sys.exit()
 note("starts")
 log("INFO", "loading")

@@ -6,11 +6,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from headrace_launcher.serve import SAME_SIGNAL_SECONDS
 
 from tests.launcher.fakes import Fakes, is_running, wait_until
 
@@ -115,7 +117,10 @@ def test_a_second_signal_ends_it_at_once(launch: Any) -> None:
     launched = launch(FAKE_ROUTER="stubborn")
     launched.wait_ready()
     launched.process.send_signal(signal.SIGTERM)
+    launched.process.send_signal(signal.SIGTERM)  # the same wish, told twice
     launched.fakes.wait_for("router told to end")
+    assert all(is_running(pid) for pid in launched.pids())
+    time.sleep(2 * SAME_SIGNAL_SECONDS)
     assert launched.end(signal.SIGTERM) == 0
     assert "router drained" not in launched.fakes.events()
     assert not any(is_running(pid) for pid in launched.pids())

@@ -158,6 +158,13 @@ def test_a_cache_that_cannot_be_written(
     assert "cannot be written (Not a directory)" in caplog.text
 
 
+def test_what_a_killed_converter_left_is_removed(fakes: Fakes, gguf: Path, tmp_path: Path) -> None:
+    left = tmp_path / "cache" / f".{cache_key(gguf)}.abcdef"
+    (left / "below").mkdir(parents=True)
+    found(LauncherConfig(model_id=str(gguf), model_cache=str(left.parent)), fakes.environment(), tmp_path)
+    assert not left.exists()
+
+
 def test_a_broken_gguf_file_gives_the_last_words(fakes: Fakes, gguf: Path, tmp_path: Path) -> None:
     config = LauncherConfig(model_id=str(gguf), model_cache=str(tmp_path / "cache"))
     words = "the conversion failed, exit status 1: this file is broken"
