@@ -2,11 +2,11 @@
 
     GREEDY    the best token, the lowest id among equals
     WHOLE     a draw from the whole vocabulary
-    LISTED    top-k up to 256: a draw from a short list that is sure to hold what is kept
-    HOPEFUL   top-p or min-p without top-k, on a CPU: a short list is likely to hold what is kept; rows of
-              which it does not are done again as full ones
-    FULL      everything else: larger top-k, typical-p without top-k; on a GPU also what is hopeful on a CPU,
-              for it would have to be asked whether a list sufficed
+    LISTED    top-k: a draw from so many columns, found in a short list
+    HOPEFUL   top-p or min-p alone, on a CPU: a short list is likely to hold what is kept; rows of which it
+              does not are drawn from all columns that could be kept
+    FULL      typical-p without top-k; on a GPU also what is hopeful on a CPU, for a GPU would have to be
+              asked whether a list sufficed
 
 The way of a row follows from its own parameters alone. Knows edited logits; no penalties, no sequences.
 """
@@ -28,10 +28,14 @@ from headrace_shard.sampling.processors import (
     scale,
     weight_unit,
 )
-from headrace_shard.sampling.shortlist import Shortlist, argmax, list_all, shortlist
+from headrace_shard.sampling.shortlist import BLOCK, argmax, best_columns, marked_columns, shortlist
 
-_MAX_LISTED_TOP_K = 256
 _NUM_HOPEFUL_BLOCKS = 128
+_NUM_ROWS_AT_ONCE = 8
+"""Whole rows that are worked on together on a CPU, so that they stay in its caches."""
+
+_FLOOR_MARGIN = 1e-3
+"""Far more than the rounding of what a floor is made of."""
 
 
 class Way(enum.Enum):
@@ -51,11 +55,10 @@ def way_of(params: SamplingParams, vocab_size: int, device: torch.device) -> Way
         return Way.GREEDY
     if not uses_top_k and params.typical_p == 1 and params.top_p == 1 and params.min_p == 0:
         return Way.WHOLE
-    if uses_top_k and params.top_k <= _MAX_LISTED_TOP_K:
+    if uses_top_k:
         return Way.LISTED
-    if not uses_top_k and params.typical_p == 1 and device.type == "cpu":
-        return Way.HOPEFUL
-    return Way.FULL
+    is_long = vocab_size > _NUM_HOPEFUL_BLOCKS * BLOCK
+    return Way.HOPEFUL if is_long and params.typical_p == 1 and device.type == "cpu" else Way.FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,10 +101,29 @@ class Truncation:
             min_p=None if self.min_p is None else self.min_p[rows],
         )
 
-    def scale(self, listed: Shortlist) -> Tensor:
-        """Scaled values [G, S]; a row without a distribution becomes one of zeros."""
-        scaled = scale(listed.values, listed.maxima.unsqueeze(1), self.temperatures)
-        return torch.where(listed.maxima.isfinite().unsqueeze(1), scaled, 0.0)
+    def scale(self, logits: Tensor, maxima: Tensor) -> Tensor:
+        """Logits [G, S] and the highest of each whole row [G] -> scaled values [G, S]."""
+        return scale(logits, maxima.unsqueeze(1), self.temperatures)
+
+    def masses(self, logits: Tensor, maxima: Tensor) -> Tensor | None:
+        """[G] float64: the weight of each whole row of logits [G, V], if it is needed."""
+        if self.top_p is None:
+            return None
+        best = torch.softmax(self.scale(logits, maxima), dim=1).amax(1)
+        return weight_unit(self.vocab_size) / best.to(torch.float64)
+
+    def floors(self, masses: Tensor | None) -> Tensor:
+        """[G, 1] float32: no scaled value below it can be kept, if top-p and min-p are all there is.
+
+        All columns less likely than (1 - top_p) / V have less than 1 - top_p between them.
+        """
+        floors = torch.full_like(self.temperatures, -torch.inf).squeeze(1)
+        if self.min_p is not None:
+            floors = self.min_p.log().to(torch.float32)
+        if self.top_p is not None and masses is not None:
+            lowest = (1 - self.top_p) * masses / weight_unit(self.vocab_size) / self.vocab_size
+            floors = torch.maximum(floors, lowest.log().to(torch.float32))
+        return (floors - _FLOOR_MARGIN).unsqueeze(1)
 
     def narrow(self, scaled: Tensor, masses: Tensor | None = None) -> Tensor:
         """Scaled values [G, S] -> the same with -inf for what is dropped; `masses` as in `keep_top_p`."""
@@ -115,9 +137,9 @@ class Truncation:
             scaled = keep_min_p(scaled, self.min_p)
         return scaled
 
-    def draw_from(self, listed: Shortlist, scaled: Tensor, uniforms: Tensor) -> Tensor:
-        """Token ids [G] int64."""
-        return listed.columns(draw(scaled, uniforms, self.vocab_size)).squeeze(1)
+    def draw(self, scaled: Tensor, uniforms: Tensor) -> Tensor:
+        """Scaled values [G, S] and numbers [G] -> positions [G, 1] int64."""
+        return draw(scaled, uniforms, self.vocab_size)
 
 
 def _shares(values: list[float], neutral: float, device: torch.device) -> Tensor | None:
@@ -162,33 +184,57 @@ def _choose_whole(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> t
 
 def _choose_listed(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     listed = shortlist(logits, truncation.max_top_k)
-    scaled = truncation.narrow(truncation.scale(listed))
-    return truncation.draw_from(listed, scaled, uniforms), listed.maxima
+    positions = best_columns(listed.values, truncation.max_top_k).sort(1).values
+    scaled = truncation.scale(listed.values.gather(1, positions), listed.maxima)
+    drawn = truncation.draw(truncation.narrow(_sound(scaled, listed.maxima.isfinite())), uniforms)
+    return listed.columns(positions.gather(1, drawn)).squeeze(1), listed.maxima
 
 
 def _choose_hopeful(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     listed = shortlist(logits, _NUM_HOPEFUL_BLOCKS)
-    masses = None
-    if truncation.top_p is not None:
-        # The weight of all of a row, listed or not: the best token weighs one unit.
-        all_scaled = scale(logits, listed.maxima.unsqueeze(1), truncation.temperatures)
-        best = torch.softmax(all_scaled, dim=1).amax(1).to(torch.float64)
-        masses = weight_unit(truncation.vocab_size) / best
-    scaled = truncation.narrow(truncation.scale(listed), masses)
-    token_ids = truncation.draw_from(listed, scaled, uniforms)
-    # A column outside the list can only be kept if one is that is not above all of those.
-    lowest = torch.where(scaled > -torch.inf, listed.values, torch.inf).amin(1)
-    missed = (lowest <= listed.bounds).nonzero().squeeze(1)
-    if len(missed):
-        again, _ = _choose_full(logits[missed], uniforms[missed], truncation.of_rows(missed))
-        token_ids[missed] = again
+    masses = truncation.masses(logits, listed.maxima)
+    # What is above the bound is ahead of all that is not listed.
+    positions, is_real = marked_columns(listed.values > listed.bounds.unsqueeze(1))
+    scaled = truncation.scale(listed.values.gather(1, positions), listed.maxima)
+    scaled = torch.where(is_real, scaled, -torch.inf)
+    is_sound = listed.maxima.isfinite()
+    narrowed = truncation.narrow(_sound(scaled, is_sound & is_real[:, 0]), masses)
+    drawn = truncation.draw(narrowed, uniforms)
+    token_ids = listed.columns(positions.gather(1, drawn)).squeeze(1)
+    # Where nothing was dropped, something outside the list might be kept too.
+    is_dropped = is_real & (narrowed == -torch.inf)
+    missed = (is_sound & ~is_dropped.any(1)).nonzero().squeeze(1)
+    for rows in torch.split(missed, _NUM_ROWS_AT_ONCE) if len(missed) else ():
+        token_ids[rows] = _draw_bounded(
+            logits[rows],
+            listed.maxima[rows],
+            None if masses is None else masses[rows],
+            uniforms[rows],
+            truncation.of_rows(rows),
+        )
     return token_ids, listed.maxima
 
 
+def _draw_bounded(
+    logits: Tensor, maxima: Tensor, masses: Tensor | None, uniforms: Tensor, truncation: Truncation
+) -> Tensor:
+    """Token ids [G] by top-p and min-p, from all that are likely enough to be kept. Sound rows, on a CPU."""
+    scaled = truncation.scale(logits, maxima)
+    columns, is_real = marked_columns(scaled >= truncation.floors(masses))
+    scaled = torch.where(is_real, scaled.gather(1, columns), -torch.inf)
+    drawn = truncation.draw(truncation.narrow(scaled, masses), uniforms)
+    return columns.gather(1, drawn).squeeze(1)
+
+
 def _choose_full(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    everything = list_all(logits)
-    scaled = truncation.narrow(truncation.scale(everything))
-    return truncation.draw_from(everything, scaled, uniforms), everything.maxima
+    maxima = logits.amax(1)
+    scaled = _sound(truncation.scale(logits, maxima), maxima.isfinite())
+    return truncation.draw(truncation.narrow(scaled), uniforms).squeeze(1), maxima
+
+
+def _sound(scaled: Tensor, is_sound: Tensor) -> Tensor:
+    """Scaled values, with zeros in rows that have no distribution, so that no step chokes on them."""
+    return torch.where(is_sound.unsqueeze(1), scaled, 0.0)
 
 
 _CHOOSE: dict[Way, Callable[[Tensor, Tensor, Truncation], tuple[Tensor, Tensor]]] = {

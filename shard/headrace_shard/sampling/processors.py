@@ -40,8 +40,8 @@ def scale(logits: Tensor, maxima: Tensor, temperatures: Tensor) -> Tensor:
 def weights(scaled: Tensor, vocab_size: int) -> Tensor:
     """Scaled values [R, S] -> float64 [R, S], proportional to the probabilities: whole numbers, 0 for -inf.
 
-    A sum over the vocabulary stays below 2**53, so it is exact whatever the order. For 50,000 tokens, one that
-    is 2**37 times less likely than the best gets 0.
+    A sum over the vocabulary stays below 2**53, so it is exact whatever the order. For 50,000 tokens, one
+    that is 2**37 times less likely than the best gets 0.
     """
     return scaled.to(torch.float64).exp_().mul_(weight_unit(vocab_size)).floor_()
 
@@ -75,8 +75,8 @@ def keep_top_p(scaled: Tensor, top_p: Tensor, masses: Tensor | None, vocab_size:
 def keep_typical(scaled: Tensor, typical_p: Tensor, vocab_size: int) -> Tensor:
     """Keeps the fewest columns with the share typical_p [R] float64 of the mass, at least one; all for 1.
 
-    Those come first whose surprise is nearest to the entropy. `scaled` must hold the whole distribution. Meister
-    et al., "Locally typical sampling", 2022.
+    Those come first whose surprise is nearest to the entropy. `scaled` must hold the whole distribution.
+    Meister et al., "Locally typical sampling", 2022.
     """
     mass = weights(scaled, vocab_size)
     total = mass.sum(1, keepdim=True)
@@ -100,8 +100,8 @@ def smallest_set(keys: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Te
     """The fewest columns, lowest keys first, whose mass reaches `wanted`: the last key and the number.
 
     keys [R, S] float; mass [R, S] whole numbers in float64; wanted [R] float64 -> [R, 1] each. At least one
-    column; all of them where the row has less. On a CPU long rows are sorted only around the last key, whose whereabouts tell the
-    sizes of what is left; a GPU would have to stop for them, and sorts.
+    column; all of them where the row has less. On a CPU long rows are sorted only around the last key; how
+    many columns those are a GPU would have to be asked, so it sorts all.
     """
     wanted = wanted.unsqueeze(1)
     if keys.device.type == "cpu" and keys.shape[1] > _SORTED_COLUMNS:

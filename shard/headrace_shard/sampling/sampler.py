@@ -13,7 +13,7 @@ What happens to a row, and why in this order:
     draw                      one uniform number of the row's own generator, against the cumulative weights
 
 A row pays for what its own parameters use. Greedy rows take the best token after the penalties; a truncated
-row works on a short list of columns wherever that is exact. Nothing in `sample` and `observe` waits for a GPU.
+row works on few candidates wherever that is exact. Nothing in `sample` and `observe` waits for a GPU.
 """
 
 from collections.abc import Sequence
@@ -37,8 +37,8 @@ _NUM_UNIFORMS = 16
 class SamplingBatch:
     """The sequences of the rows of a step, prepared for as many steps as the rows stay the same.
 
-    Building one moves the state of the sequences into it; a batch that was built earlier over one of them must
-    not be used again.
+    Building one moves the state of the sequences into it; a batch that was built earlier over one of them
+    must not be used again.
     """
 
     def __init__(self, sequences: Sequence[SequenceSampling]) -> None:
@@ -88,8 +88,8 @@ class SamplingBatch:
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Raw logits [R, V] float32, which are left as they are -> token ids [R] int64, on the same device.
 
-    A row without a distribution gets NO_TOKEN: its sequence has to be failed, and its id never be looked up. The
-    same call gives the same ids until `observe`. Does not wait for a GPU.
+    A row without a distribution gets NO_TOKEN: its sequence has to be failed, and its id never be looked up.
+    The same call gives the same ids until `observe`. Does not wait for a GPU.
     """
     edited = batch.edits.apply(logits)
     numbers = batch.uniforms()

@@ -1,7 +1,7 @@
 """Finding the best of many columns without sorting them: only the blocks that can hold them are looked at.
 
 The order of columns is: higher value first, lower column first among equals. Whatever is asked for here is
-exact in that order. Knows tensors only; no tokens, no probabilities. Never synchronises with the device.
+exact in that order. Knows tensors only; no tokens, no probabilities.
 """
 
 from dataclasses import dataclass
@@ -90,3 +90,17 @@ def top_columns(values: Tensor, num_best: int) -> Tensor:
     """[R, N] float32 -> the best columns [R, num_best] int64, best first, of at most N."""
     listed = shortlist(values, num_best)
     return listed.columns(best_columns(listed.values, num_best))
+
+
+def marked_columns(is_marked: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, N] bool -> the marked columns [R, C] int64, ascending, and which of these are real [R, C] bool.
+
+    C is the largest number of a row, at least 1. A GPU would have to be asked for it, so this is for a CPU.
+    """
+    num_rows = is_marked.shape[0]
+    rows, columns = is_marked.nonzero(as_tuple=True)
+    counts = torch.bincount(rows, minlength=num_rows)
+    positions = torch.arange(len(rows)) - (counts.cumsum(0) - counts)[rows]
+    padded = columns.new_zeros((num_rows, max(1, int(counts.max()))))
+    padded[rows, positions] = columns
+    return padded, torch.arange(padded.shape[1]) < counts.unsqueeze(1)
