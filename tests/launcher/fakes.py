@@ -2,8 +2,9 @@
 
 `packages` puts them in front of the real ones, so that `python -m headrace_shard` runs the fake while
 `headrace_shard.config` stays the real module. Each appends what happens to it to the file `events`.
-What they do is set by variables: FAKE_SHARD (`fails`, `slow`) and FAKE_ROUTER (`fails`, `stubborn`), read at
-each start; a file with the same words at FAKE_MOOD wins, for a change of mind between two starts.
+What they do is set by variables: FAKE_SHARD (`fails`, `slow`, `orphans`) and FAKE_ROUTER (`fails-router`,
+`stubborn`), read at each start; a file with such words at FAKE_MOOD wins, for a change of mind between two
+starts.
 """
 
 import os
@@ -72,6 +73,14 @@ signal.signal(signal.SIGTERM, on_term)
 server = socket.socket(socket.AF_UNIX)
 server.bind(option("--listen").removeprefix("unix://"))
 server.listen()
+if "orphans" in mood("FAKE_SHARD"):
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            time.sleep(0.2)
+            note("orphan ends")
+        os._exit(0)
+    os.waitpid(parent, 0)
 note("serves")
 while True:
     connection, _ = server.accept()

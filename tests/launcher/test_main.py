@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from headrace_launcher.serve import SAME_SIGNAL_SECONDS
 
@@ -18,13 +20,21 @@ from tests.launcher.fakes import Fakes, is_running, wait_until
 
 
 class Launched:
-    """`headrace` with the fakes, its output in a file."""
+    """`headrace` with the fakes, its output in a file; `wrapper` is a command that runs it."""
 
-    def __init__(self, fakes: Fakes, folder: Path, port: int, *argv: str, **variables: str) -> None:
+    def __init__(
+        self,
+        fakes: Fakes,
+        folder: Path,
+        port: int,
+        *argv: str,
+        wrapper: tuple[str, ...] = (),
+        **variables: str,
+    ) -> None:
         self.fakes = fakes
         self.port = port
         self.log_path = folder / "log"
-        command = [sys.executable, "-P", "-m", "headrace_launcher"]
+        command = [*wrapper, sys.executable, "-P", "-m", "headrace_launcher"]
         command += ["--hostname=127.0.0.1", f"--port={port}", *argv]
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
@@ -52,7 +62,7 @@ class Launched:
 def launch(fakes: Fakes, tmp_path: Path, model: Path, free_port: int) -> Iterator[Any]:
     launched: list[Launched] = []
 
-    def start(*argv: str, **variables: str) -> Launched:
+    def start(*argv: str, **variables: Any) -> Launched:
         if not any(arg.startswith("--model-id") for arg in argv):
             argv = (f"--model-id={model}", *argv)
         launched.append(Launched(fakes, tmp_path, free_port, *argv, **variables))
@@ -139,6 +149,25 @@ def test_a_killed_launcher_leaves_nothing(launch: Any) -> None:
     launched.wait_ready()
     assert launched.end(signal.SIGKILL) == -signal.SIGKILL
     wait_until(lambda: not any(is_running(pid) for pid in launched.pids()), "the end of the children")
+
+
+UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run([*UNSHARE, "true"], capture_output=True).returncode != 0,
+    reason="this user may not make a process namespace",
+)
+def test_as_process_one_it_reaps_and_stops(launch: Any) -> None:
+    launched = launch(wrapper=UNSHARE, FAKE_SHARD="orphans")
+    launched.wait_ready()
+    top = psutil.Process(launched.process.pid).children()[0]
+    launched.fakes.wait_for("shard orphan ends")
+    wait_until(lambda: len(top.children(recursive=True)) == 2, "the orphan to be reaped")
+    top.send_signal(signal.SIGTERM)
+    assert launched.process.wait(30) == 0
+    assert launched.fakes.events()[-1] == "shard told to end"
 
 
 def test_a_signal_while_the_shard_loads(launch: Any) -> None:
