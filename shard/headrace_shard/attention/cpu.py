@@ -1,0 +1,47 @@
+"""Paged attention by our own kernels for the CPU. Knows the cache layout; the work is in `kernels/`.
+
+The layout is that of `sdpa`, which takes over where the kernels cannot be built.
+"""
+
+from torch import Tensor
+
+from headrace_shard.inputs import ForwardInputs
+from headrace_shard.kernels import build
+from headrace_shard.kernels.paged import PagedKernels
+
+
+class CpuBackend:
+    """Cache layout [num_blocks, num_kv_heads, block_size, head_dim], for keys and for values.
+
+    Making one raises KernelUnavailable when there is no compiler or it fails.
+    """
+
+    name = "cpu"
+    block_size = build.BLOCK_SIZE
+
+    def __init__(self) -> None:
+        self._kernels = PagedKernels(build.load(build.user_cache()))
+
+    def cache_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of one layer's keys, and of its values."""
+        return (num_blocks, num_kv_heads, self.block_size, head_dim)
+
+    def write(
+        self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+    ) -> None:
+        """Store keys and values [T, KV, D] at `slots` [T]."""
+        self._kernels.write(keys, values, key_cache, value_cache, slots)
+
+    def attend(
+        self, queries: Tensor, key_cache: Tensor, value_cache: Tensor, inputs: ForwardInputs, scale: float
+    ) -> Tensor:
+        """Causal attention of queries [T, H, D] over their sequences' cache; gives [T, H, D]."""
+        return self._kernels.attend(
+            queries,
+            key_cache,
+            value_cache,
+            inputs.query_starts,
+            inputs.context_lens,
+            inputs.block_tables,
+            scale,
+        )

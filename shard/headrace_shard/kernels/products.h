@@ -1,0 +1,92 @@
+// Matrix products in registers: C[rows, columns] = A[rows, depth] x B[depth, columns], float32 sums.
+//
+// A `word` is what one lane multiplies at once: one float, or (with bfloat16 dot products) two neighbouring
+// bfloat16 along the depth. A is read one word at a time and broadcast, B comes packed in panels of
+// kPanelVectors vectors (see packing.h). Every element of C is summed along the depth in one order, whatever
+// the shape of the product around it: a row's result never depends on its neighbours.
+#pragma once
+
+#include "formats.h"
+
+namespace headrace {
+
+constexpr int kGroupRows = 6;  // rows of A that share a pass over B; with kPanelVectors fills the registers
+constexpr int kPanelColumns = kPanelVectors * kWidth;
+
+// Products of floats; a row of cached keys or values is converted when it is packed.
+template <class Storage>
+struct FloatProducts {
+    using Stored = Storage;
+    using Packed = float;
+    static constexpr int kPerWord = 1;
+    static Floats add_product(Floats total, Words a, Words b) { return total + (Floats)a * (Floats)b; }
+    static void store_packed(Packed* target, Floats values) { store(target, values); }
+};
+
+#if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
+// Products of bfloat16 pairs (VDPBF16PS), twice as many a cycle. The softmax weights are rounded to
+// bfloat16 as well, which is what Dao et al. do on tensor cores.
+struct PairProducts {
+    using Stored = BFloat16;
+    using Packed = uint16_t;
+    static constexpr int kPerWord = 2;
+    static Floats add_product(Floats total, Words a, Words b) {
+        return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
+    }
+    static void store_packed(Packed* target, Floats values) {
+        _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+    }
+};
+using BFloat16Products = PairProducts;
+#else
+using BFloat16Products = FloatProducts<BFloat16>;
+#endif
+
+// Strides in words (A, B) and floats (C). `b` points at one panel, of which num_vectors are wanted.
+using Multiply = void (*)(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+                          int64_t c_stride, int64_t depth);
+
+template <class Products, int num_rows, int num_vectors>
+void multiply(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+              int64_t c_stride, int64_t depth) {
+    Floats totals[num_rows][num_vectors] = {};
+    for (int64_t k = 0; k < depth; ++k) {
+        Words columns[num_vectors];
+#pragma GCC unroll 8
+        for (int j = 0; j < num_vectors; ++j) columns[j] = load<Words>(b + k * b_stride + j * kWidth);
+#pragma GCC unroll 8
+        for (int i = 0; i < num_rows; ++i) {
+            Words row = Words{} + a[i * a_stride + k];
+#pragma GCC unroll 8
+            for (int j = 0; j < num_vectors; ++j)
+                totals[i][j] = Products::add_product(totals[i][j], row, columns[j]);
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < num_rows; ++i)
+#pragma GCC unroll 8
+        for (int j = 0; j < num_vectors; ++j) store(c + i * c_stride + j * kWidth, totals[i][j]);
+}
+
+template <class Products, int... index>
+Multiply pick_multiply(int num_rows, int num_vectors, std::integer_sequence<int, index...>) {
+    static constexpr Multiply table[] = {
+        &multiply<Products, index / kPanelVectors + 1, index % kPanelVectors + 1>...};
+    return table[(num_rows - 1) * kPanelVectors + num_vectors - 1];
+}
+
+// One group of at most kGroupRows rows against num_columns columns (a multiple of kWidth) of packed B.
+template <class Products>
+void multiply_group(int num_rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t panel_words,
+                    float* c, int64_t c_stride, int64_t depth, int num_columns) {
+    constexpr auto shapes = std::make_integer_sequence<int, kGroupRows * kPanelVectors>{};
+    for (int column = 0; column < num_columns; column += kPanelColumns) {
+        int left = num_columns - column;
+        int num_vectors = (left < kPanelColumns ? left : kPanelColumns) / kWidth;
+        pick_multiply<Products>(num_rows, num_vectors, shapes)(a, a_stride, b, kPanelColumns, c + column,
+                                                               c_stride, depth);
+        b += panel_words;
+    }
+}
+
+}  // namespace headrace

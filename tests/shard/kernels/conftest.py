@@ -1,0 +1,46 @@
+"""Kernels built once per run into a folder of their own, and a thread count that is put back."""
+
+import platform
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from headrace_shard.kernels import build
+from headrace_shard.kernels.paged import PagedKernels
+
+X86 = platform.machine() == "x86_64"
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PagedKernels]:
+    """Kernels for an architecture, built when first asked for."""
+    folder: Path = tmp_path_factory.mktemp("kernels")
+    return cache(lambda architecture: PagedKernels(build.load(folder, architecture)))
+
+
+@pytest.fixture(
+    params=[
+        "native",
+        # The other paths of the sources: four floats in a vector, and eight.
+        pytest.param("x86-64", marks=[pytest.mark.slow, pytest.mark.skipif(not X86, reason="needs x86")]),
+        pytest.param("x86-64-v3", marks=[pytest.mark.slow, pytest.mark.skipif(not X86, reason="needs x86")]),
+    ]
+)
+def any_kernels(built: Callable[[str], PagedKernels], request: pytest.FixtureRequest) -> PagedKernels:
+    if request.param == "x86-64-v3" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        pytest.skip("needs AVX2")
+    return built(request.param)
+
+
+@pytest.fixture
+def kernels(built: Callable[[str], PagedKernels]) -> PagedKernels:
+    return built("native")
+
+
+@pytest.fixture
+def set_threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)

@@ -1,0 +1,137 @@
+"""Building, caching and loading the kernels with a real compiler, and what happens without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from headrace_shard.attention.base import pick
+from headrace_shard.errors import KernelUnavailable
+from headrace_shard.kernels import build
+
+LOAD = """
+import re, sys
+from pathlib import Path
+import torch
+from headrace_shard.kernels import build
+from headrace_shard.kernels.paged import PagedKernels
+PagedKernels(build.load(Path(sys.argv[1])))
+"""
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A compiler that writes down every build and does not optimise; gives the file it writes to."""
+    log, script = tmp_path / "builds", tmp_path / "compiler"
+    log.touch()
+    script.write_text(f'#!/bin/sh\ncase "$*" in *-shared*) echo build >> {log};; esac\nexec g++ "$@" -O0\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", f"{script} -DNOTHING")
+    return log
+
+
+def test_second_load_comes_from_the_cache(tmp_path: Path, compiler: Path) -> None:
+    cache = tmp_path / "cache"
+    build.load(cache)
+    build.load(cache)
+    assert compiler.read_text().count("build") == 1
+    assert len(list(cache.iterdir())) == 1
+
+
+def test_damaged_library_is_built_anew(tmp_path: Path, compiler: Path) -> None:
+    build.load(tmp_path / "sound")
+    (sound,) = (tmp_path / "sound").iterdir()
+    damaged = tmp_path / "damaged" / sound.name
+    damaged.parent.mkdir()
+    damaged.write_bytes(b"\x7fELF and then nothing")
+    build.load(damaged.parent)
+    assert compiler.read_text().count("build") == 2
+    assert damaged.read_bytes() == sound.read_bytes()
+
+
+def test_other_flags_are_another_library(
+    tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.load(tmp_path / "cache")
+    monkeypatch.setenv("CXX", f"{os.environ['CXX']} -DSOMETHING")
+    build.load(tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.usefixtures("compiler")
+def test_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert build.load(tmp_path / "file" / "cache").headrace_instructions is not None
+    assert build.load(None).headrace_instructions is not None
+
+
+def test_two_processes_may_build_at_once(tmp_path: Path, compiler: Path) -> None:
+    cache = tmp_path / "cache"
+    processes = [subprocess.Popen([sys.executable, "-c", LOAD, str(cache)]) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
+    assert compiler.read_text().count("build") in (1, 2)
+    (library,) = cache.iterdir()
+    assert not library.name.startswith(".")
+
+
+def test_missing_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(KernelUnavailable, match="'no-such-compiler' is not on the PATH; install g"):
+        build.load(None)
+
+
+def test_failing_compiler_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "broken"
+    script.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\n(echo note; echo error: out of luck) >&2; exit 4\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(KernelUnavailable, match="failed with status 4: error: out of luck"):
+        build.load(tmp_path / "cache")
+    backend, why = pick("auto", torch.device("cpu"))
+    assert backend.name == "sdpa"
+    assert "out of luck" in why
+    assert "\n" not in why
+
+
+def test_compiler_that_makes_nonsense(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "nonsense"
+    script.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo nonsense > "$2"; shift; done\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    with pytest.raises(KernelUnavailable, match="cannot be stored and loaded"):
+        build.load(tmp_path / "cache")
+
+
+ONE_RUNTIME = (
+    LOAD
+    + """
+def num_threads():
+    return len(list(Path("/proc/self/task").iterdir()))
+
+torch.set_num_threads(3)
+matrix = torch.randn(512, 512)
+for _ in range(3):
+    matrix.exp().sum()
+before = num_threads()
+kernels = PagedKernels(build.load(Path(sys.argv[1])))
+from tests.shard.kernels.dense import make_step
+make_step([(300, 4)] * 8).attend(kernels)
+names = re.findall(r"/lib(?:gomp|iomp5|omp)[^/]*$", Path("/proc/self/maps").read_text(), re.MULTILINE)
+print(len(set(names)), num_threads() - before)
+"""
+)
+
+
+@pytest.mark.skipif(build.openmp_runtime() is None, reason="torch was built without a shared OpenMP runtime")
+@pytest.mark.usefixtures("compiler")
+def test_one_openmp_runtime_and_one_pool_of_threads(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_RUNTIME, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["1", "0"]

@@ -1,0 +1,170 @@
+"""The kernels against attention written out in float64, on every path of their sources."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from headrace_shard.kernels.build import BLOCK_SIZE
+from headrace_shard.kernels.paged import PagedKernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.shard.kernels.dense import Step, make_step
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
+# Decodes, chunks at offsets, a first chunk; lengths around the borders of blocks and tiles.
+MIXED = [(0, 1), (319, 1), (255, 1), (256, 1), (0, 40), (250, 13), (512, 5), (37, 70), (15, 1)]
+
+
+def assert_right(step: Step, kernels: PagedKernels) -> None:
+    outputs = step.attend(kernels)
+    assert outputs.dtype == step.queries.dtype
+    tolerance = TOLERANCES[outputs.dtype]
+    torch.testing.assert_close(outputs.double(), step.dense(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 20, 7])
+def test_every_format_and_head_size(any_kernels: PagedKernels, dtype: torch.dtype, head_dim: int) -> None:
+    assert_right(make_step(MIXED, dtype=dtype, num_kv_heads=2, group=3, head_dim=head_dim), any_kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_kv_heads", "group"), [(3, 1), (3, 3), (2, 4), (1, 8), (1, 100)])
+def test_every_group_of_heads(
+    any_kernels: PagedKernels, dtype: torch.dtype, num_kv_heads: int, group: int
+) -> None:
+    assert_right(make_step(MIXED, dtype=dtype, num_kv_heads=num_kv_heads, group=group), any_kernels)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 600), st.integers(1, 60)), min_size=1, max_size=6),
+    group=st.integers(1, 9),
+    head_dim=st.integers(1, 100),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_step(
+    built: Callable[[str], PagedKernels],
+    steps: list[tuple[int, int]],
+    group: int,
+    head_dim: int,
+    dtype: torch.dtype,
+) -> None:
+    assert_right(make_step(steps, dtype=dtype, group=group, head_dim=head_dim), built("native"))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strong_scores_and_far_outliers(kernels: PagedKernels, dtype: torch.dtype) -> None:
+    step = make_step([(700, 1), (300, 20)], dtype=dtype, group=3)
+    assert_right(replace(step, scale=0.0), kernels)
+    # Scores in the hundreds keep fewer digits behind the point.
+    strong = replace(step, scale=4.0)
+    tolerance = 20 * TOLERANCES[dtype]
+    torch.testing.assert_close(
+        strong.attend(kernels).double(), strong.dense(), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_nan_of_one_sequence_stays_in_it(kernels: PagedKernels) -> None:
+    step = make_step([(300, 1), (300, 1)], dtype=torch.bfloat16, group=3)
+    step.key_cache[step.block_tables[0, 2]] = torch.nan
+    outputs = step.attend(kernels)
+    assert outputs[0].isnan().all()
+    torch.testing.assert_close(outputs[1].double(), step.dense()[1], rtol=2e-2, atol=2e-2)
+
+
+def alone(step: Step, sequence: int, first: int, end: int, context_len: int) -> Step:
+    """Tokens first to end - 1 of one sequence of a step, as a step of their own."""
+    start = int(step.query_starts[sequence])
+    return replace(
+        step,
+        queries=step.queries[start + first : start + end],
+        query_starts=torch.tensor([0, end - first], dtype=torch.int32),
+        context_lens=torch.tensor([context_len], dtype=torch.int32),
+        block_tables=step.block_tables[sequence : sequence + 1].contiguous(),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_bit_depends_on_batch_chunks_or_threads(
+    kernels: PagedKernels, dtype: torch.dtype, set_threads: Callable[[int], None]
+) -> None:
+    step = make_step([(1500, 1), (230, 61), (0, 9), (777, 1)], dtype=dtype, num_kv_heads=2, group=3)
+    set_threads(1)
+    together = step.attend(kernels)
+    for num_threads in (1, 2, 5):
+        set_threads(num_threads)
+        assert torch.equal(step.attend(kernels), together)
+        starts, lens = step.query_starts.tolist(), step.context_lens.tolist()
+        for sequence, (start, end) in enumerate(pairwise(starts)):
+            count = end - start
+            for size in (1, 7, count):
+                pieces = [
+                    alone(
+                        step,
+                        sequence,
+                        first,
+                        min(first + size, count),
+                        lens[sequence] - count + min(first + size, count),
+                    )
+                    for first in range(0, count, size)
+                ]
+                outputs = torch.cat([piece.attend(kernels) for piece in pieces])
+                assert torch.equal(outputs, together[start:end])
+
+
+def test_queries_may_be_a_slice_of_a_fused_projection(kernels: PagedKernels) -> None:
+    step = make_step(MIXED, dtype=torch.bfloat16, num_kv_heads=2, group=3)
+    num_tokens, num_heads, head_dim = step.queries.shape
+    fused = torch.full((num_tokens, num_heads + 4, head_dim), torch.nan, dtype=torch.bfloat16)
+    fused[:, :num_heads] = step.queries
+    outputs = replace(step, queries=fused[:, :num_heads]).attend(kernels)
+    assert torch.equal(outputs, step.attend(kernels))
+    transposed = step.queries.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(replace(step, queries=transposed).attend(kernels), outputs)
+
+
+def test_no_sequences(kernels: PagedKernels) -> None:
+    step = make_step([(3, 1)])
+    empty = replace(
+        step,
+        queries=step.queries[:0],
+        query_starts=step.query_starts[:1],
+        context_lens=step.context_lens[:0],
+        block_tables=step.block_tables[:0],
+    )
+    assert empty.attend(kernels).shape == (0, 1, 64)
+
+
+def test_wrong_cache_is_caught(kernels: PagedKernels) -> None:
+    step = make_step([(3, 1)])
+    with pytest.raises(AssertionError):
+        replace(step, key_cache=step.key_cache.half()).attend(kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [0, 1, 37, 3000])
+def test_write(any_kernels: PagedKernels, dtype: torch.dtype, num_tokens: int) -> None:
+    num_kv_heads, head_dim, num_blocks = 3, 20, num_tokens // BLOCK_SIZE + 3
+    fused = torch.randn(num_tokens, 11, head_dim).to(dtype)
+    keys, values = fused[:, 5:8], torch.randn(num_tokens, num_kv_heads, head_dim).to(dtype)
+    slots = torch.randperm(num_blocks * BLOCK_SIZE)[:num_tokens]
+    caches = [torch.zeros(num_blocks, num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype) for _ in range(2)]
+    expected = [cache.clone() for cache in caches]
+    for cache, rows in zip(expected, (keys, values), strict=True):
+        cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows
+    any_kernels.write(keys, values, caches[0], caches[1], slots)
+    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
+
+
+def test_every_half_is_read_and_written_exactly(any_kernels: PagedKernels) -> None:
+    """A context of one token has weight 1: its value comes back through float32 as it was."""
+    halves = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.float16)
+    halves = halves[~halves.isnan()].view(-1, 1, 10)
+    step = make_step([(0, 1)] * len(halves), dtype=torch.float16, head_dim=10)
+    step.value_cache[step.block_tables[:, 0].long(), 0, 0] = halves[:, 0]
+    assert torch.equal(step.attend(any_kernels), halves)
