@@ -18,6 +18,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 import uvloop
@@ -37,6 +38,8 @@ from headrace_router.text.tokenizer import StartupError, Tokenizer
 from headrace_router.validation import Validator
 
 PROGRAM = "headrace-router"
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 BACKLOG = 2048
 
@@ -108,7 +111,7 @@ class Process:
     async def run(self) -> LimitsError | None:
         """Serves until a signal; returns why serving is impossible, if it is."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in STOP_SIGNALS:
             loop.add_signal_handler(number, self._on_signal)
         await self._service.engine.start()
         serving = [
@@ -182,6 +185,10 @@ def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
+
+
 def _bind_or_exit(flag: str, hostname: str, port: int) -> socket.socket:
     try:
         return bind(hostname, port)
@@ -201,6 +208,8 @@ def main() -> None:
         description="Serves a model over HTTP: queues and schedules requests for a shard that computes them.",
     )
     die_with_parent(os.environ)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _exit)  # Until there is something to drain.
     logs.setup("router", config.json_output, config.log_level)
     bound = _bind_or_exit("--port", config.hostname, config.port)
     metrics_port = config.prometheus_port

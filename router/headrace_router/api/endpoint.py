@@ -4,9 +4,10 @@ The order is that of the contract: key (401), method (405), content type (415), 
 This is the edge of a request: whatever goes wrong in it becomes an answer in the envelope of its face.
 """
 
+import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
@@ -48,23 +49,17 @@ class Endpoint:
         self._service = service
         self._get = get
         self._post = post
-        self._is_counted = post is not None and is_inference
+        self._is_inference = is_inference
         self._allowed = ", ".join([*(["GET", "HEAD"] if get else []), *(["POST"] if post else [])])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, face_of(scope["path"]))
-        is_counted = self._is_counted and scope["method"] == "POST"
-        if is_counted:
-            self._service.metrics.request_count.inc()
         try:
             await self._dispatch(exchange, scope["method"])
         except ClientLeft:
-            if is_counted:
-                self._service.metrics.request_failure.labels("dropped").inc()
+            return  # Nobody is there to be told.
         except Exception as fault:
-            error = as_error(fault, scope)
-            if is_counted:
-                self._service.metrics.request_failure.labels(cause_of(error)).inc()
+            error = as_error(fault, exchange)
             await exchange.fail(error, self._error_headers(error))
 
     async def _dispatch(self, exchange: Exchange, method: str) -> None:
@@ -74,11 +69,26 @@ class Endpoint:
         if self._post:
             self._check_key(exchange)
             if method == "POST":
-                body = await exchange.read_body(self._service.config.payload_limit)
-                async with exchange.watched():
-                    await self._post(self._service, exchange, body)
+                with self._counted(exchange) if self._is_inference else contextlib.nullcontext():
+                    body = await exchange.read_body(self._service.config.payload_limit)
+                    async with exchange.watched():
+                        await self._post(self._service, exchange, body)
                 return
         raise MethodNotAllowed(f"{method} is not allowed on {exchange.scope['path']}, only {self._allowed}")
+
+    @contextlib.contextmanager
+    def _counted(self, exchange: Exchange) -> Iterator[None]:
+        metrics = self._service.metrics
+        metrics.request_count.inc()
+        try:
+            yield
+        except ClientLeft:
+            metrics.request_failure.labels("dropped").inc()
+            raise
+        except Exception as fault:
+            error = as_error(fault, exchange)
+            metrics.request_failure.labels(cause_of(error)).inc()
+            raise error from fault
 
     def _check_key(self, exchange: Exchange) -> None:
         key = self._service.config.api_key
@@ -113,12 +123,13 @@ async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
     await exchange.fail(NotFound(f"No such path: {scope['path']}"), [])
 
 
-def as_error(fault: Exception, scope: Scope) -> HeadraceError:
+def as_error(fault: Exception, exchange: Exchange) -> HeadraceError:
     """The fault itself when it is one that a caller may meet; any other is logged and hidden."""
     if isinstance(fault, HeadraceError):
         return fault
-    log.error("%s %s failed", scope["method"], scope["path"], exc_info=fault)
-    return HeadraceError("Internal error: the server's log says more")
+    scope = exchange.scope
+    log.error("request %s: %s %s failed", exchange.id, scope["method"], scope["path"], exc_info=fault)
+    return HeadraceError(f"Internal error in request {exchange.id}: the server's log says more")
 
 
 def cause_of(error: HeadraceError) -> str:

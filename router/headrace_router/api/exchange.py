@@ -69,12 +69,15 @@ class Exchange:
         self.scope = scope
         self.face = face
         self.headers = Headers(scope=scope)
+        self.id: str = scope.get("headrace.request_id", "-")
+        """`x-request-id`."""
         self.arrived = time.monotonic()
         self.is_started = False
         """Whether the status has been sent."""
         self._is_complete = False
         self._receive = receive
         self._send = send
+        self._leave: Callable[[], None] | None = None
 
     async def read_body(self, max_bytes: int) -> bytes:
         """The whole body, which must be declared as uncompressed JSON.
@@ -119,15 +122,20 @@ class Exchange:
         assert task is not None
         has_left = False
 
-        async def watch() -> None:
+        def leave() -> None:
             nonlocal has_left
+            if not has_left:
+                has_left = True
+                task.cancel()
+
+        async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":
                 pass
             # ASGI says `disconnect` after a whole answer too.
             if not self._is_complete:
-                has_left = True
-                task.cancel()
+                leave()
 
+        self._leave = leave
         watcher = asyncio.create_task(watch())
         try:
             yield
@@ -136,7 +144,13 @@ class Exchange:
                 raise ClientLeft from None
             raise
         finally:
+            self._leave = None
             watcher.cancel()
+
+    def give_up(self) -> None:
+        """Treats the client as one that has left, because it takes nothing any more."""
+        if self._leave is not None:
+            self._leave()
 
     async def answer(
         self,

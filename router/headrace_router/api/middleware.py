@@ -23,6 +23,7 @@ class RequestId:
         # Nothing that could not stand in a header or in one line of a log.
         is_usable = given.isascii() and given.isprintable() and 0 < len(given) <= MAX_REQUEST_ID_CHARACTERS
         request_id = given if is_usable else uuid.uuid4().hex
+        scope["headrace.request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -12,6 +12,9 @@ from headrace_router.api.exchange import EVENT_STREAM, Exchange, HeaderList
 
 KEEP_ALIVE = b":\n\n"
 
+MAX_STALL_SECONDS = 60.0
+"""A client that takes nothing for so long, though there is something to take, is treated as gone."""
+
 
 def frame(payload: bytes) -> bytes:
     """One event. `payload` is JSON, which has no line break in it."""
@@ -59,10 +62,19 @@ class EventStream:
 
     async def _keep_alive(self) -> None:
         while True:
-            remaining = self._written_at + self._keep_alive_seconds - self._loop.time()
-            if remaining > 0:
-                await asyncio.sleep(remaining)
+            silent_seconds = self._loop.time() - self._written_at
+            if silent_seconds < self._keep_alive_seconds:
+                await asyncio.sleep(self._keep_alive_seconds - silent_seconds)
             elif self._lock.locked():
-                await asyncio.sleep(self._keep_alive_seconds)  # The client is slow, not the answer.
+                # The client is slow, not the answer.
+                if silent_seconds > MAX_STALL_SECONDS:
+                    self._exchange.give_up()
+                    return
+                await asyncio.sleep(min(self._keep_alive_seconds, MAX_STALL_SECONDS))
             else:
-                await self.write(KEEP_ALIVE)
+                try:
+                    async with asyncio.timeout(MAX_STALL_SECONDS):
+                        await self.write(KEEP_ALIVE)
+                except TimeoutError:
+                    self._exchange.give_up()
+                    return

@@ -53,6 +53,13 @@ def test_what_is_posted_needs_the_key(keyed: RunningRouter, path: str, key: str 
     assert "sécret" not in response.text
 
 
+def test_what_has_no_key_is_not_counted(keyed: RunningRouter) -> None:
+    before = keyed.metric("tgi_request_count")
+    keyed.post("/generate", {"inputs": "a"})
+    keyed.client.get("/generate")
+    assert keyed.metric("tgi_request_count") == before
+
+
 def test_the_scheme_is_in_any_case(keyed: RunningRouter) -> None:
     for scheme in ("Bearer", "bearer", "BEARER"):
         headers = {b"authorization": f"{scheme} sécret".encode()}
@@ -122,13 +129,14 @@ def test_a_fault_nobody_foresaw(
 
     monkeypatch.setattr(router.service.engine, "submit", burst)
     with caplog.at_level(logging.ERROR):
-        native = router.post("/generate", {"inputs": "a"})
+        native = router.post("/generate", {"inputs": "a"}, headers={"x-request-id": "the-id"})
         openai = router.post("/v1/completions", {"prompt": "a", "stream": True})
     assert native.status_code == openai.status_code == 500
     assert_envelope(native, "/generate")
     assert_envelope(openai, "/v1/completions")
     assert "secret detail" not in native.text + openai.text
-    assert "secret detail" in caplog.text
+    assert "secret detail" in caplog.text and "request the-id" in caplog.text
+    assert "the-id" in native.text
 
 
 def test_each_request_is_counted_once(router: RunningRouter) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from headrace_router.api.exchange import Exchange
+from headrace_router.api import sse
+from headrace_router.api.exchange import ClientLeft, Exchange
 from headrace_router.api.sse import EventStream, frame
 from headrace_router.api.tgi import NATIVE
 from starlette.types import Message
@@ -96,30 +97,52 @@ def test_a_late_reader_gets_everything_and_holds_nobody(router: RunningRouter) -
     assert last["index"] == 200 and last["generated_text"] == "a" * 200
 
 
+class SlowClient:
+    """What ASGI gives an application whose client takes nothing until told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+        self.takes = asyncio.Event()
+        self.exchange = Exchange({"type": "http", "headers": []}, self.receive, self.send, NATIVE)
+
+    async def receive(self) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(self, message: Message) -> None:
+        await self.takes.wait()
+        self.sent.append(message)
+
+
 def test_while_the_client_is_slow_nothing_piles_up() -> None:
     async def check() -> None:
-        sent: list[Message] = []
-        is_open = asyncio.Event()
-
-        async def receive() -> Message:
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            await is_open.wait()
-            sent.append(message)
-
-        exchange = Exchange({"type": "http", "headers": []}, receive, send, NATIVE)
-        async with EventStream(exchange, [], keep_alive_seconds=0.01) as stream:
+        client = SlowClient()
+        async with EventStream(client.exchange, [], keep_alive_seconds=0.01) as stream:
             writing = asyncio.create_task(stream.write(frame(b"{}")))
             await asyncio.sleep(0.05)
-            assert not writing.done() and not exchange.is_started
-            is_open.set()
+            assert not writing.done() and not client.exchange.is_started
+            client.takes.set()
             await writing
-            bodies = [message["body"] for message in sent[1:]]
             # Not one comment has piled up behind the event.
-            assert bodies == [b"data: {}\n\n"]
-            while len(sent) < 4:
+            assert [message["body"] for message in client.sent[1:]] == [b"data: {}\n\n"]
+            while len(client.sent) < 4:
                 await asyncio.sleep(0.005)
-            assert sent[2]["body"] == sent[3]["body"] == b":\n\n"
+            assert client.sent[2]["body"] == client.sent[3]["body"] == b":\n\n"
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("is_event", [True, False])
+def test_a_client_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch, is_event: bool) -> None:
+    monkeypatch.setattr(sse, "MAX_STALL_SECONDS", 0.02)
+
+    async def check() -> None:
+        client = SlowClient()
+        with pytest.raises(ClientLeft):
+            async with client.exchange.watched(), EventStream(client.exchange, [], 0.01) as stream:
+                if is_event:
+                    await stream.write(frame(b"{}"))
+                await asyncio.Event().wait()
+        assert client.sent == []
+
+    asyncio.run(asyncio.wait_for(check(), WAIT_SECONDS))
