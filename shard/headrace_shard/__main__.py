@@ -94,7 +94,7 @@ def _convert(arguments: Sequence[str]) -> int:
 def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
     """Load and serve; gives the exit status."""
     started = time.perf_counter()
-    from headrace_shard import address, loading
+    from headrace_shard import address
     from headrace_shard.errors import ShardError
 
     try:
@@ -104,7 +104,9 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
     try:
         # Before the model is read, for that may take long.
         place.claim()
-        loaded = loading.load(Path(config.model_path), config)
+        from headrace_shard.loading import load
+
+        loaded = load(Path(config.model_path), config)
         for note in loaded.notes:
             logger.info(note)
         asyncio.run(_answer(config, loaded, place, stop_signal, started))

@@ -22,7 +22,7 @@ from headrace_shard.errors import NotWarm, OutOfMemory, ShardError
 from headrace_shard.kv_cache import KVCache, block_bytes
 from headrace_shard.loading import LoadedModel
 from headrace_shard.prepare import prepare
-from headrace_shard.results import NOT_FINITE, Logprobs, put_prompt_logprobs, put_tokens
+from headrace_shard.results import NOT_FINITE, put_prompt_logprobs, put_tokens
 from headrace_shard.runner import Runner, Stopwatch
 from headrace_shard.sampling.sampler import SamplingBatch, sample
 from headrace_shard.sampling.state import SequenceSampling
@@ -211,9 +211,7 @@ class Engine:
             token_ids = sample(logits, sampling)
             batch.append(prepared.sampled_rows, prepared.sampled_columns, token_ids)
             sampling.observe(token_ids)
-            num_top = batch.num_top[sampled_rows]
-            logprobs = Logprobs(logits, token_ids, int(num_top.max()))
-            failed = put_tokens(result, ids, logprobs, num_top)
+            failed = put_tokens(result, ids, logits, token_ids, batch.num_top[sampled_rows])
         if prepared.prompt_parts:
             put_prompt_logprobs(result, step.ids, batch, rows, prepared, runner, hidden[num_sampled:])
         watch.mark()

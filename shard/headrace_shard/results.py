@@ -12,26 +12,21 @@ from headrace_shard.step import PromptLogprobs, StepResult
 NOT_FINITE = "the model gave logits that are not finite numbers for this sequence"
 
 
-class Logprobs:
-    """Log-probabilities of R tokens and of the `num_top` most likely ones, still on the device."""
+def put_tokens(
+    result: StepResult, ids: list[int], logits: Tensor, sampled: Tensor, num_top: IntArray
+) -> list[int]:
+    """Enter the tokens `sampled` [R] of the sequences `ids`, and their alternatives, `num_top` [R] for each.
 
-    def __init__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
-        """`logits` [R, vocabulary] raw float32, `token_ids` [R]."""
-        self.token_ids = token_ids
-        self.logprobs, self.top_token_ids, self.top_logprobs = chosen_and_top(logits, token_ids, num_top)
-
-
-def put_tokens(result: StepResult, ids: list[int], logprobs: Logprobs, num_top: IntArray) -> list[int]:
-    """Enter sampled tokens [R] of the sequences `ids` and their alternatives, `num_top` [R] for each.
-
-    Gives the sequences whose logits were not finite instead of entering a token of theirs.
+    `logits` [R, vocabulary] are raw, in float32. Gives the sequences for which there was nothing to sample
+    from, since their logits are not finite; no token of theirs is entered.
     """
-    values = logprobs.logprobs.numpy(force=True)
-    token_ids = logprobs.token_ids.numpy(force=True)
+    logprobs, top, top_logprobs = chosen_and_top(logits, sampled, int(num_top.max()))
+    values = logprobs.numpy(force=True)
+    token_ids = sampled.numpy(force=True)
     # It is NaN where the sampler has found no distribution.
     is_sound = np.isfinite(values)
     failed: list[int] = []
-    wanted = np.arange(logprobs.top_token_ids.shape[1]) < num_top[:, None]
+    wanted = np.arange(top.shape[1]) < num_top[:, None]
     if not is_sound.all():
         failed = [number for number, sound in zip(ids, is_sound.tolist(), strict=True) if not sound]
         ids = [number for number, sound in zip(ids, is_sound.tolist(), strict=True) if sound]
@@ -41,8 +36,8 @@ def put_tokens(result: StepResult, ids: list[int], logprobs: Logprobs, num_top: 
     result.token_ids = token_ids.tolist()
     result.logprobs = values.tolist()
     result.top_counts = num_top.tolist()
-    result.top_token_ids = logprobs.top_token_ids.numpy(force=True)[wanted].tolist()
-    result.top_logprobs = logprobs.top_logprobs.numpy(force=True)[wanted].tolist()
+    result.top_token_ids = top.numpy(force=True)[wanted].tolist()
+    result.top_logprobs = top_logprobs.numpy(force=True)[wanted].tolist()
     return failed
 
 

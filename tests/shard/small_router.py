@@ -25,6 +25,8 @@ def sampling(
     seed: int = 0,
     repetition_penalty: float = 1.0,
     frequency_penalty: float = 0.0,
+    bias: dict[int, float] | None = None,
+    suppressed: Iterable[int] = (),
 ) -> pb.SamplingParams:
     """Parameters with neutral values for all that is not given."""
     return pb.SamplingParams(
@@ -35,6 +37,9 @@ def sampling(
         seed=seed,
         repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty,
+        bias_token_ids=(bias or {}).keys(),
+        bias_values=(bias or {}).values(),
+        suppressed_token_ids=suppressed,
     )
 
 
@@ -99,7 +104,7 @@ class SmallRouter:
         num_blocks: int = 64,
         block_size: int = 16,
     ) -> None:
-        self._execute = execute
+        self.execute = execute
         self._block_size = block_size
         self._free = list(range(num_blocks))
         self._next_step_id = 0
@@ -117,6 +122,10 @@ class SmallRouter:
         self._free += known.blocks
         self._dropped.append(sequence_id)
         return known
+
+    def reuse_last_blocks(self) -> None:
+        """The blocks that were given back last are the next to be dealt out."""
+        self._free.reverse()
 
     def preempt(self, sequence_id: int) -> None:
         """Dropped, and sent again in full with the next step it is part of."""
@@ -176,7 +185,7 @@ class SmallRouter:
 
     def step(self, plan: dict[int, int]) -> pb.StepResponse:
         """Send a step and enter its answer."""
-        return self.note(self._execute(*self.request(plan)))
+        return self.note(self.execute(*self.request(plan)))
 
     def plan(self, chunk: int) -> dict[int, int]:
         """Every sequence computes what it has to, at most `chunk` tokens."""
