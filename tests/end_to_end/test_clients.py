@@ -51,7 +51,11 @@ def test_hub_text_generation_stream(hub: huggingface_hub.InferenceClient, server
     plain = generate(server, "hello there", max_new_tokens=12)
     pieces = list(hub.text_generation("hello there", max_new_tokens=12, stream=True))
     assert len(pieces) > 1 and "".join(pieces) == plain["generated_text"]
-    events = list(hub.text_generation("hello there", max_new_tokens=12, stream=True, details=True))
+    events = list(
+        hub.text_generation(
+            "hello there", max_new_tokens=12, stream=True, details=True, return_full_text=False
+        )
+    )
     assert [event.token.id for event in events] == [token["id"] for token in plain["details"]["tokens"]]
     assert all(event.generated_text is None for event in events[:-1])
     assert events[-1].generated_text == plain["generated_text"]
