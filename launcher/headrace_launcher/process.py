@@ -122,10 +122,20 @@ class Child:
 
     @property
     def last_words(self) -> str:
-        """The last line that was an error, else the last line; of a traceback the exception."""
-        lines = [text for level, text in self._lines if level >= logging.ERROR] or [t for _, t in self._lines]
-        words = lines[-1].rstrip().rsplit("\n", 1)[-1] if lines else ""
-        return re.sub(r"^headrace-\w+: error: ", "", words)[:MAX_LAST_WORDS]
+        """The line that is most likely the reason: the last error, else the last line on standard error.
+
+        What ended by itself and complained nowhere may have said it in plain words, its last ones. Of a
+        traceback it is the last line, the exception.
+        """
+        levels = [logging.ERROR, logging.WARNING]
+        if self.exit_status is not None and self.exit_status > 0:
+            levels.append(logging.NOTSET)
+        for least in levels:
+            for level, text in reversed(self._lines):
+                if level >= least:
+                    words = text.rstrip().rsplit("\n", 1)[-1]
+                    return re.sub(r"^headrace-\w+: error: ", "", words)[:MAX_LAST_WORDS]
+        return ""
 
     def send_signal(self, number: signal.Signals) -> None:
         """Signals the process; one that has ended already is no error."""

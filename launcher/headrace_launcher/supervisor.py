@@ -29,7 +29,9 @@ STEADY_SECONDS = 60.0
 """A child that has run for so long is started again after the first pause."""
 
 MAX_FAILED_STARTS = 5
-FROZEN_SECONDS = 15.0
+FROZEN_SECONDS = 10.0
+"""Without an answer, on top of the patience that the router has had before it says so."""
+
 MIN_FROZEN_PROBES = 3
 STARTING_PROBE_SECONDS = 0.05
 SERVING_PROBE_SECONDS = 1.0

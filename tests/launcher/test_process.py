@@ -82,7 +82,8 @@ def test_each_picture_of_a_progress_bar_is_a_line(caplog: pytest.LogCaptureFixtu
         ("import sys; print('fine'); sys.exit('it broke')", "exit status 1: it broke"),
         ("import sys; sys.exit('headrace-shard: error: no weights')", "exit status 1: no weights"),
         ("raise ValueError('three is no prime')", "exit status 1: ValueError: three is no prime"),
-        ("import os; os.kill(os.getpid(), 11)", "signal SIGSEGV"),
+        ("import os; print('fine', flush=True); os.kill(os.getpid(), 11)", "signal SIGSEGV"),
+        ("print('no weights'); exit(4)", "exit status 4: no weights"),
         ("import os; os.kill(os.getpid(), 9)", "signal SIGKILL (by somebody, or out of memory)"),
         (
             "from headrace_proto import logs; import logging; logs.setup('x', True)\n"
