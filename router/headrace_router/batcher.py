@@ -182,7 +182,7 @@ class Batcher:
         self._deliver()
         failed = self._scheduler.lose_shard()
         for sequence in failed:
-            self._fail(sequence, Unavailable(error.message))
+            self._fail(sequence, Unavailable("The model's process was lost during generation, try again"))
         self._changed()
         log.error(
             "%s: %d requests failed, %d wait for it to come back",
@@ -221,8 +221,7 @@ class Batcher:
             raise self._loss
         finally:
             watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await watch
+            await asyncio.wait([watch])
 
     async def _step(self, client: ShardClient, scheduler: Scheduler, step: Step) -> None:
         meter, method = self._meter, METHODS[0 if step.is_prefill else 1]

@@ -121,13 +121,16 @@ class ShardClient:
         await self._answer(self._stub.Clear(pb.ClearRequest(), timeout=self._step_timeout_seconds), "Clear")
 
     async def _answer(self, call: Awaitable[Response], name: str) -> Response:
+        # When our task is cancelled, gRPC may say so with a status; when `close` ends the call, it raises
+        # CancelledError. Only the task itself knows which of the two it is.
+        task = asyncio.current_task()
         try:
             return await call
         except grpc.aio.AioRpcError as error:
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError from error
             raise self._error(error, name) from error
         except asyncio.CancelledError:
-            # gRPC raises this in us when `close` ends the call; a cancelled task looks the same but for this.
-            task = asyncio.current_task()
             if self._is_closed and task is not None and not task.cancelling():
                 raise Unavailable(f"the shard at {self._address} was given up during {name}") from None
             raise
