@@ -91,9 +91,7 @@ def make_checkpoint(
         "eos_token_id": eos_token_ids[0] if len(eos_token_ids) == 1 else list(eos_token_ids),
         "pad_token_id": 2,
     } | (extra_config or {})  # fmt: skip
-    _write_json(folder / "config.json", config)
-    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(folder / "generation_config.json", generation)
+    _write_configs(folder, config)
     write_weights(folder, random_weights(config, seed), dtype=dtype, num_files=num_files)
     make_tokenizer(folder, vocab_size=vocab_size)
     return folder
@@ -184,6 +182,12 @@ def write_weights(folder: Path, arrays: Arrays, *, dtype: str = "float32", num_f
         weight_map |= dict.fromkeys(part, file)
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _write_configs(folder: Path, config: dict[str, Any]) -> None:
+    _write_json(folder / "config.json", config)
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(folder / "generation_config.json", generation)
 
 
 def _write_safetensors(path: Path, arrays: Arrays, dtype: str) -> None:
