@@ -22,9 +22,9 @@ def draw(scaled: Tensor, uniforms: Tensor, vocab_size: int) -> Tensor:
 def draw_from_all(scaled: Tensor, uniforms: Tensor) -> Tensor:
     """As `draw`, for long rows of which nothing was dropped: first a block is drawn, then a column in it."""
     mass = torch.softmax(scaled, dim=1).to(torch.float64).mul_(2.0**52).floor_()
-    num_columns = mass.shape[1]
+    num_rows, num_columns = mass.shape
     num_blocks = num_columns // _BLOCK
-    sums = mass[:, : num_blocks * _BLOCK].view(-1, num_blocks, _BLOCK).sum(2)
+    sums = mass[:, : num_blocks * _BLOCK].view(num_rows, num_blocks, _BLOCK).sum(2)
     if num_blocks * _BLOCK < num_columns:
         sums = torch.cat([sums, mass[:, num_blocks * _BLOCK :].sum(1, keepdim=True)], dim=1)
     cumulative = sums.cumsum(1)

@@ -28,7 +28,7 @@ from headrace_shard.sampling.processors import (
     scale,
     weight_unit,
 )
-from headrace_shard.sampling.shortlist import BLOCK, argmax, best_columns, marked_columns, shortlist
+from headrace_shard.sampling.shortlist import BLOCK, argmax, best_columns, can_be_asked, marked_columns, shortlist
 
 _NUM_HOPEFUL_BLOCKS = 128
 _NUM_ROWS_AT_ONCE = 8
@@ -58,7 +58,7 @@ def way_of(params: SamplingParams, vocab_size: int, device: torch.device) -> Way
     if uses_top_k:
         return Way.LISTED
     is_long = vocab_size > _NUM_HOPEFUL_BLOCKS * BLOCK
-    return Way.HOPEFUL if is_long and params.typical_p == 1 and device.type == "cpu" else Way.FULL
+    return Way.HOPEFUL if is_long and params.typical_p == 1 and can_be_asked(device) else Way.FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Truncation:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Truncation":
         """Of rows with these parameters."""
-        top_k = [min(p.top_k, vocab_size) for p in params]
+        top_k = [p.top_k if p.top_k < vocab_size else 0 for p in params]
         return cls(
             vocab_size=vocab_size,
             temperatures=torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=device),

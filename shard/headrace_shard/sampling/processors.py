@@ -11,6 +11,8 @@ vocabulary, or a part of it that holds everything that can be kept.
 import torch
 from torch import Tensor
 
+from headrace_shard.sampling.shortlist import can_be_asked
+
 _NUM_BUCKETS = 2048
 _SORTED_COLUMNS = 2048
 """Rows up to this length are sorted, longer ones put into buckets first."""
@@ -43,7 +45,7 @@ def weights(scaled: Tensor, vocab_size: int) -> Tensor:
     A sum over the vocabulary stays below 2**53, so it is exact whatever the order. For 50,000 tokens, one
     that is 2**37 times less likely than the best gets 0.
     """
-    return scaled.to(torch.float64).exp_().mul_(weight_unit(vocab_size)).floor_()
+    return scaled.to(torch.float64, copy=True).exp_().mul_(weight_unit(vocab_size)).floor_()
 
 
 def weight_unit(vocab_size: int) -> float:
@@ -104,7 +106,7 @@ def smallest_set(keys: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Te
     many columns those are a GPU would have to be asked, so it sorts all.
     """
     wanted = wanted.unsqueeze(1)
-    if keys.device.type == "cpu" and keys.shape[1] > _SORTED_COLUMNS:
+    if can_be_asked(keys.device) and keys.shape[1] > _SORTED_COLUMNS:
         last, num_kept = _smallest_set_by_buckets(keys, mass, wanted)
     else:
         ordered, order = keys.sort(dim=1, stable=True)

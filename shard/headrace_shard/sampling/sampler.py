@@ -71,7 +71,7 @@ class SamplingBatch:
         if self._uniforms is None or self._column == _NUM_UNIFORMS:
             indices = self._progress[:, None] + np.arange(_NUM_UNIFORMS)
             # One row per step, so that what a step reads lies together.
-            made = torch.from_numpy(uniforms(self._seeds, indices.astype(np.uint64)).T.copy())
+            made = torch.tensor(uniforms(self._seeds, indices.astype(np.uint64)).T)
             if self._device.type == "cuda":
                 made = made.pin_memory()
             self._uniforms = made.to(self._device, non_blocking=True)

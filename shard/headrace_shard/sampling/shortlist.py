@@ -13,6 +13,11 @@ BLOCK = 32
 """Columns of a block; a row of 50,000 columns has about 1,600 block maxima to compare."""
 
 
+def can_be_asked(device: torch.device) -> bool:
+    """Whether a size may depend on values: a CPU has them at hand, a GPU would have to be waited for."""
+    return device.type == "cpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortlist:
     """Some columns of each row in their own order, among them the best `num_blocks` that were asked for."""
@@ -95,7 +100,7 @@ def top_columns(values: Tensor, num_best: int) -> Tensor:
 def marked_columns(is_marked: Tensor) -> tuple[Tensor, Tensor]:
     """[R, N] bool -> the marked columns [R, C] int64, ascending, and which of these are real [R, C] bool.
 
-    C is the largest number of a row, at least 1. A GPU would have to be asked for it, so this is for a CPU.
+    C is the largest number of a row, at least 1: only for a device that `can_be_asked`.
     """
     num_rows = is_marked.shape[0]
     rows, columns = is_marked.nonzero(as_tuple=True)

@@ -63,10 +63,10 @@ class SequenceSampling:
         self.num_prompt_history = len(prompt) if params.repetition_penalty != 1 else 0
         if params.uses_counts:
             counts = np.bincount(output, minlength=vocab_size).astype(np.int32)
-            self.counts = torch.from_numpy(counts).to(device)
+            self.counts = torch.tensor(counts, device=device)
         if params.uses_history:
             touched = np.concatenate([prompt, output]) if self.num_prompt_history else output
-            self.history = torch.from_numpy(touched).to(device)
+            self.history = torch.tensor(touched, device=device)
 
     @property
     def num_generated(self) -> int:
