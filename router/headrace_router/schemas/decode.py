@@ -22,7 +22,8 @@ NATIVE_PREFIX = "Input validation error: "
 
 T = TypeVar("T")
 
-_STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
+# Never tries twice: a string that does not end is taken to the end of the body.
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 _OTHER_THAN_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -63,7 +64,6 @@ def _decoder(type: Any) -> Any:
 def _check_depth(body: bytes) -> None:
     if body.count(b"[") + body.count(b"{") <= MAX_DEPTH:
         return
-    # A body cut inside a string leaves that string in; the decoder refuses it afterwards whatever is found.
     brackets = _STRING.sub(b"", body).translate(None, _OTHER_THAN_BRACKETS)
     if max(itertools.accumulate(map(_STEPS.__getitem__, brackets)), default=0) > MAX_DEPTH:
         raise BadRequest(f"The request body is nested too deeply: at most {MAX_DEPTH} levels are read")
