@@ -236,13 +236,14 @@ class Engine:
     def _fail_step(self, step: Step, error: Exception) -> ShardError:
         """Drop the step's sequences, for nobody knows how far they are; gives the error for the router."""
         self._fail(step.ids, f"the step before failed: {error}")
-        logger.error("step %d failed", step.id, exc_info=error)
         num_tokens = int(step.num_tokens.sum())
         what = f"a step of {num_tokens} tokens in {len(step.ids)} sequences"
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
             if self._loaded.device.type == "cuda":
                 torch.cuda.empty_cache()
+            logger.error("no memory for %s", what)
             return OutOfMemory(f"no memory for {what}; lower --max-batch-prefill-tokens or --kv-cache-memory")
+        logger.error("%s failed", what, exc_info=error)
         return ShardError(f"{what} failed: {type(error).__name__}: {error}")
 
     def _bind_cache(self, num_blocks: int) -> None:

@@ -70,26 +70,10 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
     logit_rows = last_rows[sampled]
     if parts:
         logit_rows = np.concatenate((logit_rows, part_rows))
-    (
-        device_token_rows,
-        device_positions,
-        device_slots,
-        device_logit_rows,
-        sampled_rows,
-        sampled_columns,
-        target_rows,
-        target_columns,
-    ) = _to_device(
-        batch.device,
-        token_rows,
-        positions,
-        slots,
-        logit_rows,
-        rows[sampled],
-        totals[sampled],
-        token_rows[part_rows],
-        positions[part_rows] + 1,
-    )
+    where = (rows[sampled], totals[sampled], token_rows[part_rows], positions[part_rows] + 1)
+    wide = _to_device(batch.device, token_rows, positions, slots, logit_rows, *where)
+    device_token_rows, device_positions, device_slots, device_logit_rows, *places = wide
+    sampled_rows, sampled_columns, target_rows, target_columns = places
     query_starts, device_lens, tables = _to_device(
         batch.device,
         starts.astype(np.int32),

@@ -43,6 +43,15 @@ def sampling(
     )
 
 
+LONG = [(7 * number) % 300 + 3 for number in range(70)]
+SHORT = [11, 12, 13]
+"""Prompts; ids below 303."""
+
+VARIED = sampling(
+    temperature=1.2, top_k=40, top_p=0.95, seed=5, repetition_penalty=1.2, frequency_penalty=0.3
+)
+
+
 def load_tiny(folder: Path, *, dtype: str = "auto") -> LoadedModel:
     """A checkpoint of `tests.tiny` on the CPU, with the reference attention."""
     return load(folder, ShardSettings(dtype=dtype, device="cpu", attention="sdpa", num_threads=1))

@@ -18,11 +18,6 @@ from tests.tiny import make_checkpoint
 TIMEOUT_SECONDS = 60.0
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"))
-
-
 def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "headrace_shard", *map(str, arguments)]
 

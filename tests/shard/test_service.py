@@ -15,16 +15,9 @@ from headrace_shard.engine import Engine
 from headrace_shard.service import ShardService, create_server
 from headrace_shard.step import Step, StepResult
 
-from tests.shard.small_router import GREEDY, SmallRouter, load_tiny, sampling, transformers_greedy
-from tests.tiny import make_checkpoint
+from tests.shard.small_router import GREEDY, LONG, SmallRouter, load_tiny, sampling, transformers_greedy
 
-PROMPT = [(7 * number) % 300 + 3 for number in range(70)]
 TIMEOUT_SECONDS = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_checkpoint(tmp_path_factory.mktemp("model"), eos_token_ids=(2, 17))
 
 
 @dataclass
@@ -109,7 +102,7 @@ def test_info_says_what_is_served(serving: Serving) -> None:
     info = serving.stub.Info(pb.InfoRequest())
     assert (info.model_type, info.dtype, info.device, info.attention) == ("llama", "float32", "cpu", "sdpa")
     assert (info.block_size, info.vocab_size, info.max_positions) == (16, 384, 512)
-    assert list(info.eos_token_ids) == [2, 17]
+    assert list(info.eos_token_ids) == [2]
     assert (info.rank, info.world_size, info.version) == (0, 1, __version__)
     assert info.weight_bytes > 0
     assert len(info.instance) == 36
@@ -125,10 +118,10 @@ def test_warm_up_says_how_many_blocks_there_are(serving: Serving) -> None:
 
 
 def test_greedy_over_the_wire_equals_transformers(router: SmallRouter, folder: Path) -> None:
-    router.add(1, PROMPT)
+    router.add(1, LONG)
     router.add(2, [9, 8, 7])
     outputs = router.run(10, chunk=32)
-    assert outputs[1] == transformers_greedy(folder, PROMPT, 10)
+    assert outputs[1] == transformers_greedy(folder, LONG, 10)
     assert outputs[2] == transformers_greedy(folder, [9, 8, 7], 10)
 
 
@@ -145,7 +138,7 @@ def test_health_and_info_answer_while_a_step_runs(
     router: SmallRouter, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(serving.engine, monkeypatch)
-    router.add(1, PROMPT)
+    router.add(1, LONG)
     request, _ = router.request(router.plan(128))
     call = serving.stub.Prefill.future(request, timeout=TIMEOUT_SECONDS)
     assert held.reached.wait(TIMEOUT_SECONDS)
@@ -158,7 +151,7 @@ def test_health_and_info_answer_while_a_step_runs(
 
 def test_steps_sent_ahead_give_what_steps_one_by_one_give(router: SmallRouter, serving: Serving) -> None:
     warm = sampling(temperature=1.1, seed=3)
-    router.add(1, PROMPT, warm)
+    router.add(1, LONG, warm)
     router.add(2, [9, 8, 7])
     calls = []
     for _ in range(12):
@@ -170,14 +163,14 @@ def test_steps_sent_ahead_give_what_steps_one_by_one_give(router: SmallRouter, s
     ahead = {number: known.output[:8] for number, known in router.sequences.items()}
     serving.stub.Clear(pb.ClearRequest())
     one_by_one = SmallRouter(serving.execute)
-    one_by_one.add(1, PROMPT, warm)
+    one_by_one.add(1, LONG, warm)
     one_by_one.add(2, [9, 8, 7])
     assert one_by_one.run(8) == ahead
 
 
 def test_short_message_does_not_overtake_a_long_one(router: SmallRouter, serving: Serving) -> None:
     # Megabytes, so that gRPC must cut the first message into pieces; the second one is a few bytes.
-    router.add(1, PROMPT, sampling(temperature=0.0, suppressed=[1] * 3_000_000))
+    router.add(1, LONG, sampling(temperature=0.0, suppressed=[1] * 3_000_000))
     first, _ = router.request(router.plan(128))
     second, _ = router.request({1: 1})
     calls = [
@@ -188,7 +181,7 @@ def test_short_message_does_not_overtake_a_long_one(router: SmallRouter, serving
 
 
 def test_step_that_arrives_first_waits_for_the_one_before(router: SmallRouter, serving: Serving) -> None:
-    router.add(1, PROMPT)
+    router.add(1, LONG)
     first, _ = router.request(router.plan(128))
     second, _ = router.request({1: 1})
     call = serving.stub.Decode.future(second, timeout=TIMEOUT_SECONDS)
@@ -217,19 +210,19 @@ def test_broken_step(router: SmallRouter, serving: Serving) -> None:
 def test_failing_step_has_a_status_and_the_shard_lives(
     router: SmallRouter, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    router.add(1, PROMPT)
+    router.add(1, LONG)
 
     def fail(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes")
 
     with monkeypatch.context() as patch:
         patch.setattr(serving.engine._loaded.model, "forward", fail)
-        code, details = status_of(lambda: router.step({1: len(PROMPT)}))
+        code, details = status_of(lambda: router.step({1: len(LONG)}))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "no memory for a step of 70 tokens" in details
     serving.stub.Clear(pb.ClearRequest())
     again = SmallRouter(serving.execute)
-    again.add(1, PROMPT)
+    again.add(1, LONG)
     assert len(again.run(3)[1]) == 3
 
 
@@ -247,7 +240,7 @@ def test_call_that_is_given_up_harms_no_other(
     router: SmallRouter, serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held = Held(serving.engine, monkeypatch)
-    router.add(1, PROMPT)
+    router.add(1, LONG)
     request, _ = router.request(router.plan(128))
     call = serving.stub.Prefill.future(request, timeout=TIMEOUT_SECONDS)
     assert held.reached.wait(TIMEOUT_SECONDS)
@@ -257,14 +250,14 @@ def test_call_that_is_given_up_harms_no_other(
 
 
 def test_second_warm_up_drops_everything(router: SmallRouter, serving: Serving) -> None:
-    router.add(1, PROMPT)
+    router.add(1, LONG)
     router.run(1)
     serving.warm_up()
     assert serving.stub.Clear(pb.ClearRequest()).num_dropped == 0
 
 
 def test_prompt_logprobs_cross_the_wire(router: SmallRouter) -> None:
-    known = router.add(1, PROMPT, GREEDY)
+    known = router.add(1, LONG, GREEDY)
     known.prompt_logprobs, known.prompt_top_n_tokens = True, 3
     router.run(1, chunk=30)
     assert [(part.start, len(part.logprobs)) for part in known.prompt_parts] == [(1, 30), (31, 30), (61, 9)]
