@@ -10,32 +10,38 @@ from torch import Tensor
 from headrace_shard.sampling.processors import weights
 
 _BLOCK = 128
+_ONE = 2.0**52
+"""Probability 1 of a block, as a whole number."""
 
 
 def draw(scaled: Tensor, uniforms: Tensor, vocab_size: int) -> Tensor:
     """Scaled values [R, S] and numbers [R] float64 in [0, 1) -> positions [R, 1] int64."""
-    mass = weights(scaled - scaled.amax(1, keepdim=True), vocab_size)
-    cumulative = mass.cumsum(1)
+    cumulative = weights(scaled - scaled.amax(1, keepdim=True), vocab_size).cumsum(1)
     return torch.searchsorted(cumulative, _thresholds(cumulative, uniforms), right=True)
 
 
 def draw_from_all(scaled: Tensor, uniforms: Tensor) -> Tensor:
-    """As `draw`, for long rows of which nothing was dropped: first a block is drawn, then a column in it."""
-    mass = torch.softmax(scaled, dim=1).to(torch.float64).mul_(2.0**52).floor_()
-    num_rows, num_columns = mass.shape
-    num_blocks = num_columns // _BLOCK
-    sums = mass[:, : num_blocks * _BLOCK].view(num_rows, num_blocks, _BLOCK).sum(2)
-    if num_blocks * _BLOCK < num_columns:
-        sums = torch.cat([sums, mass[:, num_blocks * _BLOCK :].sum(1, keepdim=True)], dim=1)
-    cumulative = sums.cumsum(1)
+    """As `draw`, for rows of which nothing was dropped: first a block is drawn, then a column in it."""
+    num_rows, num_columns = scaled.shape
+    num_whole = num_columns // _BLOCK
+    shares = torch.softmax(scaled, dim=1)
+    sums = shares[:, : num_whole * _BLOCK].view(num_rows, num_whole, _BLOCK).sum(2, dtype=torch.float64)
+    if num_whole * _BLOCK < num_columns:
+        rest = shares[:, num_whole * _BLOCK :].sum(1, keepdim=True, dtype=torch.float64)
+        sums = torch.cat([sums, rest], dim=1)
+    mass = sums.mul_(_ONE).floor_()
+    cumulative = mass.cumsum(1)
     thresholds = _thresholds(cumulative, uniforms)
-    # The last block is what a row of NaN ends in.
-    block = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=cumulative.shape[1] - 1)
-    before = (cumulative - sums).gather(1, block)
+    # A row without a distribution ends in the last block.
+    block = torch.searchsorted(cumulative, thresholds, right=True).clamp(max=mass.shape[1] - 1)
+    drawn = mass.gather(1, block)
+    # Where the number falls inside the block is as uniform as where it fell in the row.
+    inside = (thresholds - cumulative.gather(1, block) + drawn) / drawn
 
-    columns = block * _BLOCK + torch.arange(_BLOCK, device=mass.device)
-    inside = mass.gather(1, columns.clamp(max=num_columns - 1)).cumsum(1) + before
-    position = torch.searchsorted(inside, thresholds, right=True)
+    columns = block * _BLOCK + torch.arange(_BLOCK, device=scaled.device)
+    values = scaled.gather(1, columns.clamp(max=num_columns - 1))
+    values = values.masked_fill_(columns >= num_columns, -torch.inf)
+    position = draw(values, inside.squeeze(1), _BLOCK)
     return (block * _BLOCK + position).clamp(max=num_columns - 1)
 
 

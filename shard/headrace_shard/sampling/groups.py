@@ -5,10 +5,12 @@
     LISTED    top-k: a draw from so many columns, found in a short list
     HOPEFUL   top-p or min-p alone, on a CPU: a short list is likely to hold what is kept; rows of which it
               does not are drawn from all columns that could be kept
-    FULL      typical-p without top-k; on a GPU also what is hopeful on a CPU, for a GPU would have to be
-              asked whether a list sufficed
+    TYPICAL   typical-p without top-k: a draw from what the steps leave of the whole row
+    FULL      the same for top-p and min-p alone, where a list is no gain: a short vocabulary, or a GPU, which
+              would have to be asked whether the list sufficed
 
-The way of a row follows from its own parameters alone. Knows edited logits; no penalties, no sequences.
+The way of a row follows from its own parameters alone. Rows of one way share the steps that any of them uses;
+the others pass through those unchanged. Knows edited logits; no penalties, no sequences.
 """
 
 import enum
@@ -28,11 +30,19 @@ from headrace_shard.sampling.processors import (
     scale,
     weight_unit,
 )
-from headrace_shard.sampling.shortlist import BLOCK, argmax, best_columns, can_be_asked, marked_columns, shortlist
+from headrace_shard.sampling.shortlist import (
+    BLOCK,
+    argmax,
+    best_columns,
+    can_be_asked,
+    marked_columns,
+    shortlist,
+)
 
 _NUM_HOPEFUL_BLOCKS = 128
-_NUM_ROWS_AT_ONCE = 8
-"""Whole rows that are worked on together on a CPU, so that they stay in its caches."""
+_MAX_COLUMNS_AT_ONCE = {"cpu": 200_000, "cuda": 4_000_000}
+"""Columns that are worked on together: on a CPU they stay in its caches and in memory it already has, on a
+GPU they take 32 MB for each tensor of float64."""
 
 _FLOOR_MARGIN = 1e-3
 """Far more than the rounding of what a floor is made of."""
@@ -45,6 +55,7 @@ class Way(enum.Enum):
     WHOLE = "whole"
     LISTED = "listed"
     HOPEFUL = "hopeful"
+    TYPICAL = "typical"
     FULL = "full"
 
 
@@ -57,8 +68,10 @@ def way_of(params: SamplingParams, vocab_size: int, device: torch.device) -> Way
         return Way.WHOLE
     if uses_top_k:
         return Way.LISTED
+    if params.typical_p < 1:
+        return Way.TYPICAL
     is_long = vocab_size > _NUM_HOPEFUL_BLOCKS * BLOCK
-    return Way.HOPEFUL if is_long and params.typical_p == 1 and can_be_asked(device) else Way.FULL
+    return Way.HOPEFUL if is_long and can_be_asked(device) else Way.FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +93,11 @@ class Truncation:
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Truncation":
         """Of rows with these parameters."""
         top_k = [p.top_k if p.top_k < vocab_size else 0 for p in params]
+        # What float32 cannot hold must not become 0, by which nothing can be divided.
+        temperatures = [max(p.temperature, torch.finfo(torch.float32).tiny) for p in params]
         return cls(
             vocab_size=vocab_size,
-            temperatures=torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=device),
+            temperatures=torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1),
             max_top_k=max(top_k),
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             typical_p=_shares([p.typical_p for p in params], 1.0, device),
@@ -90,7 +105,7 @@ class Truncation:
             min_p=_shares([p.min_p for p in params], 0.0, device),
         )
 
-    def of_rows(self, rows: Tensor) -> "Truncation":
+    def of_rows(self, rows: Tensor | slice) -> "Truncation":
         """Of some of the rows, by their positions [n] int64."""
         return replace(
             self,
@@ -109,8 +124,17 @@ class Truncation:
         """[G] float64: the weight of each whole row of logits [G, V], if it is needed."""
         if self.top_p is None:
             return None
-        best = torch.softmax(self.scale(logits, maxima), dim=1).amax(1)
-        return weight_unit(self.vocab_size) / best.to(torch.float64)
+        num_at_once = _num_rows_at_once(logits.shape[1], logits.device)
+        best = [
+            torch.softmax(scale(rows, highest, temperatures), dim=1).amax(1)
+            for rows, highest, temperatures in zip(
+                torch.split(logits, num_at_once),
+                torch.split(maxima.unsqueeze(1), num_at_once),
+                torch.split(self.temperatures, num_at_once),
+                strict=True,
+            )
+        ]
+        return weight_unit(self.vocab_size) / torch.cat(best).to(torch.float64)
 
     def floors(self, masses: Tensor | None) -> Tensor:
         """[G, 1] float32: no scaled value below it can be kept, if top-p and min-p are all there is.
@@ -162,14 +186,24 @@ class RowGroup:
         self.way = way
         self.rows = torch.tensor(rows, dtype=torch.int64, device=device)
         """[G] int64"""
-        self._truncation = Truncation.of(params, vocab_size, device)
+        truncation = Truncation.of(params, vocab_size, device)
+        num_columns = min(vocab_size, BLOCK * truncation.max_top_k) if way is Way.LISTED else vocab_size
+        is_light = way in (Way.GREEDY, Way.HOPEFUL)
+        num_at_once = len(rows) if is_light else _num_rows_at_once(num_columns, device)
+        starts = range(0, len(rows), num_at_once)
+        parts = [slice(start, start + num_at_once) for start in starts]
+        self._parts = [(part, truncation.of_rows(part)) for part in parts]
 
     def choose(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Edited logits [G, V], uniform numbers [G] float64 -> token ids [G] int64, highest logits [G].
 
         Where the highest logit is not finite, the id is of no use.
         """
-        return _CHOOSE[self.way](logits, uniforms, self._truncation)
+        choose = _CHOOSE[self.way]
+        if len(self._parts) == 1:
+            return choose(logits, uniforms, self._parts[0][1])
+        chosen = [choose(logits[part], uniforms[part], truncation) for part, truncation in self._parts]
+        return torch.cat([token_ids for token_ids, _ in chosen]), torch.cat([maxima for _, maxima in chosen])
 
 
 def _choose_greedy(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
@@ -183,8 +217,9 @@ def _choose_whole(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> t
 
 
 def _choose_listed(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
-    listed = shortlist(logits, truncation.max_top_k)
-    positions = best_columns(listed.values, truncation.max_top_k).sort(1).values
+    num_best = truncation.max_top_k
+    listed = shortlist(logits, num_best)
+    positions = best_columns(listed.values, num_best).sort(1).values
     scaled = truncation.scale(listed.values.gather(1, positions), listed.maxima)
     drawn = truncation.draw(truncation.narrow(_sound(scaled, listed.maxima.isfinite())), uniforms)
     return listed.columns(positions.gather(1, drawn)).squeeze(1), listed.maxima
@@ -204,7 +239,8 @@ def _choose_hopeful(logits: Tensor, uniforms: Tensor, truncation: Truncation) ->
     # Where nothing was dropped, something outside the list might be kept too.
     is_dropped = is_real & (narrowed == -torch.inf)
     missed = (is_sound & ~is_dropped.any(1)).nonzero().squeeze(1)
-    for rows in torch.split(missed, _NUM_ROWS_AT_ONCE) if len(missed) else ():
+    num_at_once = _num_rows_at_once(logits.shape[1], logits.device)
+    for rows in torch.split(missed, num_at_once) if len(missed) else ():
         token_ids[rows] = _draw_bounded(
             logits[rows],
             listed.maxima[rows],
@@ -232,6 +268,10 @@ def _choose_full(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tu
     return truncation.draw(truncation.narrow(scaled), uniforms).squeeze(1), maxima
 
 
+def _num_rows_at_once(num_columns: int, device: torch.device) -> int:
+    return max(1, _MAX_COLUMNS_AT_ONCE[device.type] // num_columns)
+
+
 def _sound(scaled: Tensor, is_sound: Tensor) -> Tensor:
     """Scaled values, with zeros in rows that have no distribution, so that no step chokes on them."""
     return torch.where(is_sound.unsqueeze(1), scaled, 0.0)
@@ -242,5 +282,6 @@ _CHOOSE: dict[Way, Callable[[Tensor, Tensor, Truncation], tuple[Tensor, Tensor]]
     Way.WHOLE: _choose_whole,
     Way.LISTED: _choose_listed,
     Way.HOPEFUL: _choose_hopeful,
+    Way.TYPICAL: _choose_full,
     Way.FULL: _choose_full,
 }

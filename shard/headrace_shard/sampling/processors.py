@@ -11,7 +11,7 @@ vocabulary, or a part of it that holds everything that can be kept.
 import torch
 from torch import Tensor
 
-from headrace_shard.sampling.shortlist import can_be_asked
+from headrace_shard.sampling.shortlist import can_be_asked, marked_columns
 
 _NUM_BUCKETS = 2048
 _SORTED_COLUMNS = 2048
@@ -56,9 +56,10 @@ def weight_unit(vocab_size: int) -> float:
 def keep_top_k(scaled: Tensor, top_k: Tensor, max_top_k: int) -> Tensor:
     """Keeps the best top_k [R] int64 columns, all for 0; `max_top_k` is the largest, at most S."""
     best = scaled.topk(max_top_k, dim=1).values
-    last = best.gather(1, (top_k - 1).clamp(min=0).unsqueeze(1))
-    last = torch.where(top_k.unsqueeze(1) > 0, last, -torch.inf)
-    return _keep(scaled, -scaled, -last, top_k.unsqueeze(1))
+    top_k = top_k.unsqueeze(1)
+    last = best.gather(1, (top_k - 1).clamp(min=0))
+    num_last = top_k - (best > last).sum(1, keepdim=True)
+    return _keep(scaled, -scaled, torch.where(top_k > 0, -last, torch.inf), num_last)
 
 
 def keep_top_p(scaled: Tensor, top_p: Tensor, masses: Tensor | None, vocab_size: int) -> Tensor:
@@ -70,8 +71,8 @@ def keep_top_p(scaled: Tensor, top_p: Tensor, masses: Tensor | None, vocab_size:
     mass = weights(scaled, vocab_size)
     total = mass.sum(1) if masses is None else masses
     wanted = torch.where(top_p < 1, top_p * total, torch.inf)
-    last, num_kept = smallest_set(-scaled, mass, wanted)
-    return _keep(scaled, -scaled, last, num_kept)
+    last, num_last = smallest_set(-scaled, mass, wanted)
+    return _keep(scaled, -scaled, last, num_last)
 
 
 def keep_typical(scaled: Tensor, typical_p: Tensor, vocab_size: int) -> Tensor:
@@ -88,8 +89,8 @@ def keep_typical(scaled: Tensor, typical_p: Tensor, vocab_size: int) -> Tensor:
     entropy = (terms / _ENTROPY_UNIT).floor().sum(1, keepdim=True) * _ENTROPY_UNIT
     distance = torch.where(mass > 0, (surprise - entropy).abs(), torch.inf)
     wanted = torch.where(typical_p < 1, typical_p * total.squeeze(1), torch.inf)
-    last, num_kept = smallest_set(distance, mass, wanted)
-    return _keep(scaled, distance, last, num_kept)
+    last, num_last = smallest_set(distance, mass, wanted)
+    return _keep(scaled, distance, last, num_last)
 
 
 def keep_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
@@ -99,23 +100,20 @@ def keep_min_p(scaled: Tensor, min_p: Tensor) -> Tensor:
 
 
 def smallest_set(keys: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """The fewest columns, lowest keys first, whose mass reaches `wanted`: the last key and the number.
+    """The fewest columns, lowest keys first, whose mass reaches `wanted`: the last key, and how many have it.
 
-    keys [R, S] float; mass [R, S] whole numbers in float64; wanted [R] float64 -> [R, 1] each. At least one
-    column; all of them where the row has less. On a CPU long rows are sorted only around the last key; how
-    many columns those are a GPU would have to be asked, so it sorts all.
+    keys [R, S] float, those without mass above all others; mass [R, S] whole numbers in float64; wanted [R]
+    float64 -> [R, 1] each. At least one column; where the row has less, the last key is inf. On a CPU long
+    rows are sorted only around the last key; a GPU would have to be asked how many columns that are, so it
+    sorts all.
     """
     wanted = wanted.unsqueeze(1)
     if can_be_asked(keys.device) and keys.shape[1] > _SORTED_COLUMNS:
-        last, num_kept = _smallest_set_by_buckets(keys, mass, wanted)
+        last, num_last = _smallest_set_by_buckets(keys, mass, wanted)
     else:
         ordered, order = keys.sort(dim=1, stable=True)
-        ordered_mass = mass.gather(1, order)
-        before = ordered_mass.cumsum(1) - ordered_mass
-        num_kept = (before < wanted).sum(1, keepdim=True).clamp(min=1)
-        last = ordered.gather(1, num_kept - 1)
-    is_short = mass.sum(1, keepdim=True) < wanted
-    return torch.where(is_short, torch.inf, last), torch.where(is_short, keys.shape[1], num_kept)
+        last, num_last = _last_needed(ordered, mass.gather(1, order), wanted)
+    return torch.where(mass.sum(1, keepdim=True) < wanted, torch.inf, last), num_last
 
 
 def _smallest_set_by_buckets(keys: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,36 +122,40 @@ def _smallest_set_by_buckets(keys: Tensor, mass: Tensor, wanted: Tensor) -> tupl
     Columns with mass are put into buckets of equal width by key; only the bucket in which the wanted mass is
     reached is sorted.
     """
-    has_mass = mass > 0
-    lowest = torch.where(has_mass, keys, torch.inf).amin(1, keepdim=True)
-    highest = torch.where(has_mass, keys, -torch.inf).amax(1, keepdim=True)
+    has_none = mass == 0
+    lowest = keys.amin(1, keepdim=True)
+    highest = keys.masked_fill(has_none, -torch.inf).amax(1, keepdim=True)
     steps = (_NUM_BUCKETS - 1) / (highest - lowest).clamp(min=torch.finfo(keys.dtype).tiny * 2**20)
-    buckets = ((keys.clamp(max=highest) - lowest) * steps).clamp(0, _NUM_BUCKETS - 1).to(torch.int64)
-    buckets = torch.where(has_mass, buckets, _NUM_BUCKETS)
+    places = keys.clamp(max=highest).sub_(lowest).mul_(steps).clamp_(0, _NUM_BUCKETS - 1)
+    buckets = places.to(torch.int64).masked_fill_(has_none, _NUM_BUCKETS)
     sums = mass.new_zeros((mass.shape[0], _NUM_BUCKETS + 1)).scatter_add_(1, buckets, mass).cumsum(1)
     reached = torch.searchsorted(sums, wanted).clamp(max=_NUM_BUCKETS - 1)
     before = torch.where(reached > 0, sums.gather(1, (reached - 1).clamp(min=0)), 0.0)
 
-    is_inside = buckets == reached
-    num_inside = max(1, int(is_inside.sum(1).max()))
-    inside = torch.where(is_inside, keys, torch.inf)
-    columns = inside.topk(num_inside, dim=1, largest=False, sorted=False).indices.sort(1).values
-    ordered, order = inside.gather(1, columns).sort(dim=1, stable=True)
-    columns = columns.gather(1, order)
-    ordered_mass = torch.where(is_inside.gather(1, columns), mass.gather(1, columns), 0.0)
-    ahead = before + ordered_mass.cumsum(1) - ordered_mass
-    num_kept = (ahead < wanted).sum(1, keepdim=True).clamp(min=1, max=num_inside)
+    columns, is_real = marked_columns(buckets == reached)
+    inside = keys.gather(1, columns).masked_fill_(~is_real, torch.inf)
+    ordered, order = inside.sort(dim=1, stable=True)
+    ordered_mass = mass.gather(1, columns.gather(1, order)).masked_fill_(ordered == torch.inf, 0.0)
+    return _last_needed(ordered, ordered_mass, wanted - before)
+
+
+def _last_needed(ordered: Tensor, mass: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """Of rising keys and their mass, the last key that is needed to reach `wanted`, and how many have it."""
+    before = mass.cumsum(1) - mass
+    num_kept = (before < wanted).sum(1, keepdim=True).clamp(min=1)
     last = ordered.gather(1, num_kept - 1)
-    return last, (buckets < reached).sum(1, keepdim=True) + num_kept
+    return last, num_kept - (ordered < last).sum(1, keepdim=True)
 
 
-def _keep(scaled: Tensor, keys: Tensor, last: Tensor, num_kept: Tensor) -> Tensor:
-    """Drops all but `num_kept` [R, 1] columns with the lowest keys, of which `last` [R, 1] is the highest.
+def _keep(scaled: Tensor, keys: Tensor, last: Tensor, num_last: Tensor) -> Tensor:
+    """Drops all columns with keys above `last` [R, 1], and all but the first `num_last` [R, 1] with that key.
 
-    Of columns with that very key the first ones are kept. A `last` of inf keeps all.
+    A `last` of inf keeps all.
     """
-    is_below = keys < last
     is_last = keys == last
-    num_last = num_kept - is_below.sum(1, keepdim=True)
-    is_kept = is_below | (is_last & (is_last.cumsum(1) <= num_last))
-    return torch.where(is_kept, scaled, -torch.inf)
+    if can_be_asked(keys.device):
+        keeps_all_last = (is_last.sum(1, keepdim=True) <= num_last) | (last == torch.inf)
+        if keeps_all_last.all():
+            return scaled.masked_fill(keys > last, -torch.inf)
+    is_kept = (keys < last) | (is_last & (is_last.cumsum(1) <= num_last))
+    return scaled.masked_fill(~is_kept, -torch.inf)

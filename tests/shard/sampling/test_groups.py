@@ -23,7 +23,7 @@ _VOCAB_SIZE = 6000
         (SamplingParams(top_p=0.9), _VOCAB_SIZE, Way.HOPEFUL),
         (SamplingParams(min_p=0.1, top_k=10**6), _VOCAB_SIZE, Way.HOPEFUL),
         (SamplingParams(top_p=0.9), 1000, Way.FULL),
-        (SamplingParams(typical_p=0.9), _VOCAB_SIZE, Way.FULL),
+        (SamplingParams(typical_p=0.9, min_p=0.1), _VOCAB_SIZE, Way.TYPICAL),
     ],
 )
 def test_the_way_follows_from_the_parameters(params: SamplingParams, vocab_size: int, way: Way) -> None:

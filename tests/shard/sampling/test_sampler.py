@@ -139,8 +139,9 @@ def test_extreme_temperatures() -> None:
     best = int(logits.argmax())
     cold = [sequence(SamplingParams(temperature=1e-6, seed=seed), 3000) for seed in range(20)]
     assert generate(cold, [logits.expand(20, -1)]) == [[best]] * 20
-    colder = SamplingParams(temperature=1e-40, top_p=0.9)
-    assert generate([sequence(colder, 3000)], [logits]) == [[best]]
+    for temperature in (1e-40, 1e-300):
+        colder = SamplingParams(temperature=temperature, top_p=0.9)
+        assert generate([sequence(colder, 3000)], [logits]) == [[best]]
     hot = [sequence(SamplingParams(temperature=100, seed=seed), 3000) for seed in range(50)]
     assert len({tokens[0] for tokens in generate(hot, [logits.expand(50, -1)])}) > 40
 
