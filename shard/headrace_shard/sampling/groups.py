@@ -121,8 +121,8 @@ class Truncation:
         return scale(logits, maxima.unsqueeze(1), self.temperatures)
 
     def masses(self, logits: Tensor, maxima: Tensor) -> Tensor | None:
-        """[G] float64: the weight of each whole row of logits [G, V], if it is needed."""
-        if self.top_p is None:
+        """[G] float64: the weight of each whole row of logits [G, V], if that is what top-p takes a share of."""
+        if self.top_p is None or self.max_top_k or self.typical_p is not None:
             return None
         num_at_once = _num_rows_at_once(logits.shape[1], logits.device)
         best = [
@@ -219,7 +219,7 @@ def _choose_whole(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> t
 def _choose_listed(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     num_best = truncation.max_top_k
     listed = shortlist(logits, num_best)
-    positions = best_columns(listed.values, num_best).sort(1).values
+    positions = best_columns(listed.values, num_best)
     scaled = truncation.scale(listed.values.gather(1, positions), listed.maxima)
     drawn = truncation.draw(truncation.narrow(_sound(scaled, listed.maxima.isfinite())), uniforms)
     return listed.columns(positions.gather(1, drawn)).squeeze(1), listed.maxima
@@ -264,8 +264,10 @@ def _draw_bounded(
 
 def _choose_full(logits: Tensor, uniforms: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
     maxima = logits.amax(1)
+    # The same masses as for a short list, so that both keep the same.
+    masses = truncation.masses(logits, maxima)
     scaled = _sound(truncation.scale(logits, maxima), maxima.isfinite())
-    return truncation.draw(truncation.narrow(scaled), uniforms).squeeze(1), maxima
+    return truncation.draw(truncation.narrow(scaled, masses), uniforms).squeeze(1), maxima
 
 
 def _num_rows_at_once(num_columns: int, device: torch.device) -> int:

@@ -55,10 +55,8 @@ def shortlist(values: Tensor, num_best: int) -> Shortlist:
     tail = values[:, num_whole * BLOCK :]
     grouped = values[:, : num_whole * BLOCK].view(-1, num_whole, BLOCK)
     block_maxima = grouped.amax(2)
-    if num_best == 1:
-        blocks = block_maxima.argmax(1, keepdim=True)
-    else:
-        blocks = best_columns(block_maxima, num_best).sort(1).values
+    is_single = num_best == 1  # quicker, and the first of equals too
+    blocks = block_maxima.argmax(1, keepdim=True) if is_single else best_columns(block_maxima, num_best)
     listed = grouped.gather(1, blocks.unsqueeze(2).expand(-1, -1, BLOCK)).flatten(1)
     maxima = block_maxima.amax(1)
     if tail.shape[1]:
@@ -75,13 +73,23 @@ def list_all(values: Tensor) -> Shortlist:
 
 
 def best_columns(values: Tensor, num_best: int) -> Tensor:
-    """[R, N] float32 -> the best columns [R, num_best] int64, best first. A NaN is placed somewhere."""
+    """[R, N] float32 -> the best columns [R, num_best] int64, in ascending order."""
+    return _keys(values).topk(num_best, dim=1, sorted=False).indices.sort(1).values
+
+
+def ranked_columns(values: Tensor, num_best: int) -> Tensor:
+    """[R, N] float32 -> the best columns [R, num_best] int64, best first."""
+    return _keys(values).topk(num_best, dim=1).indices
+
+
+def _keys(values: Tensor) -> Tensor:
+    """[R, N] float32 -> int64, in the order of columns. A NaN is placed somewhere.
+
+    No two are equal, so that what topk finds does not depend on how it treats equals.
+    """
     bits = (values + 0.0).view(torch.int32)  # adding 0 makes one of the two zeros
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    columns = torch.arange(values.shape[1], device=values.device)
-    # No two keys are equal, so that the choice does not depend on how topk treats equals.
-    keys = (ordered.to(torch.int64) << 32) - columns
-    return keys.topk(num_best, dim=1).indices
+    return (ordered.to(torch.int64) << 32) - torch.arange(values.shape[1], device=values.device)
 
 
 def argmax(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +102,7 @@ def argmax(values: Tensor) -> tuple[Tensor, Tensor]:
 def top_columns(values: Tensor, num_best: int) -> Tensor:
     """[R, N] float32 -> the best columns [R, num_best] int64, best first, of at most N."""
     listed = shortlist(values, num_best)
-    return listed.columns(best_columns(listed.values, num_best))
+    return listed.columns(ranked_columns(listed.values, num_best))
 
 
 def marked_columns(is_marked: Tensor) -> tuple[Tensor, Tensor]:
