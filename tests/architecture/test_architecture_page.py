@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-PACKAGES = ["proto/headrace_proto", "router/headrace_router", "shard/headrace_shard", "launcher/headrace_launcher"]
+PACKAGES = [f"{process}/headrace_{process}" for process in ("proto", "router", "shard", "launcher")]
 
 
 def section(package: str) -> str:

@@ -1,3 +1,5 @@
+"""What of a body is refused, and how the message names the place."""
+
 import json
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Bodies of the OpenAI face: what is read, refused by name or without effect; the shape of answers."""
+
 import json
 from typing import Any
 

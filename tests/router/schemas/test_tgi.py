@@ -1,3 +1,5 @@
+"""Bodies of the native face: what is read and refused; the shape and key order of answers."""
+
 import msgspec
 from headrace_router.schemas import tgi
 

@@ -29,22 +29,24 @@ def _step(*parts: ScheduledSequence, dropped_ids: list[int]) -> Step:
     )
 
 
+PARAMS = SamplingParams(
+    temperature=0.5,
+    top_k=4,
+    top_p=0.75,
+    min_p=0.25,
+    typical_p=0.5,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.25,
+    seed=2**64 - 1,
+    logit_bias=((3, -1.5), (4, 100.0)),
+)
+
+
 def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
-    params = SamplingParams(
-        temperature=0.5,
-        top_k=4,
-        top_p=0.75,
-        min_p=0.25,
-        typical_p=0.5,
-        repetition_penalty=1.5,
-        presence_penalty=-0.5,
-        frequency_penalty=0.25,
-        seed=2**64 - 1,
-        logit_bias=((3, -1.5), (4, 100.0)),
-    )
     new = _sequence(
         2**63,
-        sampling=params,
+        sampling=PARAMS,
         min_new_tokens=2,
         eos_token_ids=frozenset({9, 1}),
         stop_token_ids=frozenset({4}),

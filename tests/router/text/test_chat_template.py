@@ -1,3 +1,5 @@
+"""Templates from all their places, rendered as transformers renders them, in bounds."""
+
 import json
 from datetime import datetime
 from pathlib import Path

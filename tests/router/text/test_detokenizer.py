@@ -1,3 +1,5 @@
+"""Ids to text as they come: never half a character, and the same text as all at once."""
+
 from headrace_router.text.detokenizer import Detokenizer
 from headrace_router.text.tokenizer import Tokenizer
 from hypothesis import given

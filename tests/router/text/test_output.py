@@ -1,3 +1,5 @@
+"""Tokens with stop strings: any split into tokens shows what one piece would."""
+
 import pytest
 from headrace_router.text.output import OutputOptions, OutputText, TokenText
 from headrace_router.text.stop_strings import StopStrings

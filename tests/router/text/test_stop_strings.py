@@ -1,3 +1,5 @@
+"""Stop strings on characters, against a plain search over the whole text."""
+
 import pytest
 from headrace_router.text.stop_strings import Match, StopStrings
 from hypothesis import given

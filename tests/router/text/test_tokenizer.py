@@ -1,3 +1,5 @@
+"""Tokenizers of several kinds: ids, offsets, special tokens, files that are missing or broken."""
+
 from pathlib import Path
 
 import pytest

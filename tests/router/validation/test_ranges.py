@@ -1,3 +1,5 @@
+"""Ranges and messages of single fields on both faces."""
+
 from collections.abc import Callable
 from typing import Any
 

@@ -1,3 +1,5 @@
+"""Whole bodies to requests: defaults, limits, order of checks, prompts and their tokens."""
+
 import asyncio
 import threading
 from collections.abc import Callable
