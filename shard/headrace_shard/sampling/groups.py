@@ -40,7 +40,7 @@ from headrace_shard.sampling.shortlist import (
 )
 
 _NUM_HOPEFUL_BLOCKS = 128
-_MAX_COLUMNS_AT_ONCE = {"cpu": 200_000, "cuda": 4_000_000}
+_MAX_COLUMNS_AT_ONCE = {"cpu": 400_000, "cuda": 4_000_000}
 """Columns that are worked on together: on a CPU they stay in its caches and in memory it already has, on a
 GPU they take 32 MB for each tensor of float64."""
 
@@ -121,7 +121,7 @@ class Truncation:
         return scale(logits, maxima.unsqueeze(1), self.temperatures)
 
     def masses(self, logits: Tensor, maxima: Tensor) -> Tensor | None:
-        """[G] float64: the weight of each whole row of logits [G, V], if that is what top-p takes a share of."""
+        """[G] float64: the weight of each whole row of logits [G, V], if top-p takes a share of that."""
         if self.top_p is None or self.max_top_k or self.typical_p is not None:
             return None
         num_at_once = _num_rows_at_once(logits.shape[1], logits.device)
@@ -188,6 +188,8 @@ class RowGroup:
         """[G] int64"""
         truncation = Truncation.of(params, vocab_size, device)
         num_columns = min(vocab_size, BLOCK * truncation.max_top_k) if way is Way.LISTED else vocab_size
+        if way is Way.TYPICAL:
+            num_columns *= 2  # its distances are in float64
         is_light = way in (Way.GREEDY, Way.HOPEFUL)
         num_at_once = len(rows) if is_light else _num_rows_at_once(num_columns, device)
         starts = range(0, len(rows), num_at_once)

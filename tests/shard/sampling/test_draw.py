@@ -1,3 +1,5 @@
+"""Draws follow the distribution and never leave it."""
+
 import numpy as np
 import pytest
 import torch

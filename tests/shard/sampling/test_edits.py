@@ -1,3 +1,5 @@
+"""Bias, suppression and penalties on the logits of a batch."""
+
 import torch
 from headrace_shard.sampling.edits import LogitEdits
 from headrace_shard.sampling.params import SamplingParams

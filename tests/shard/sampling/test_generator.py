@@ -1,3 +1,5 @@
+"""Random numbers against the published answers of Philox, and their distribution."""
+
 import numpy as np
 import pytest
 from headrace_shard.sampling.generator import philox, uniforms

@@ -1,3 +1,5 @@
+"""Which way a row is chosen, and that every way chooses the same."""
+
 import pytest
 import torch
 from headrace_shard.sampling import groups

@@ -1,3 +1,5 @@
+"""Log-probabilities against float64, their order, and chunks of a prompt."""
+
 import pytest
 import torch
 from headrace_shard.sampling.logprobs import chosen_and_top, prompt_logprobs

@@ -1,3 +1,5 @@
+"""Ranges of sampling parameters, and what follows from them."""
+
 import math
 
 import pytest

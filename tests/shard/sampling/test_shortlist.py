@@ -1,3 +1,5 @@
+"""Short lists against a full sort, with many equal values."""
+
 import torch
 from headrace_shard.sampling.shortlist import (
     BLOCK,

@@ -1,3 +1,5 @@
+"""What a sequence keeps, and takes from batch to batch."""
+
 import numpy as np
 import pytest
 import torch
