@@ -25,6 +25,10 @@ class ShardSettings:
         choices=("auto", "sdpa", "cpu"),
         tgi=True,
     )
+    cxx: str = setting(
+        "g++",
+        help="C++ compiler that builds the `cpu` backend's kernels at first use; options may follow it.",
+    )
     kv_cache_memory: float | None = setting(
         None,
         help="GiB for the KV cache. Default: on a CPU half of the available memory, at most 4; "

@@ -44,29 +44,32 @@ class AttentionBackend(Protocol):
         ...
 
 
-def pick(name: str, device: torch.device) -> tuple[AttentionBackend, str]:
+def pick(name: str, device: torch.device, *, cxx: str) -> tuple[AttentionBackend, str]:
     """The backend called `name`, or for "auto" the fastest that works on `device`, and one line saying why.
 
-    Raises UnsupportedDevice when the named one cannot be used there, KernelUnavailable when it cannot be
-    built.
+    `cxx` is the compiler of the native kernels. Raises UnsupportedDevice when the named one cannot be used
+    there, KernelUnavailable when it cannot be built.
     """
     if name == "auto":
         if device.type != "cpu":
-            return _create("sdpa"), f"attention: sdpa, the one for {device.type}"
+            return _create("sdpa", cxx), f"attention: sdpa, the one for {device.type}"
         try:
-            return _create("cpu"), "attention: cpu, native kernels"
+            return _create("cpu", cxx), "attention: cpu, native kernels"
         except KernelUnavailable as error:
-            return _create("sdpa"), f"attention: sdpa, since the native kernels are not available: {error}"
+            return _create(
+                "sdpa", cxx
+            ), f"attention: sdpa, since the native kernels are not available: {error}"
     if name not in _BACKENDS:
         raise UnsupportedDevice(f"attention backend {name!r} is unknown; there are: {', '.join(_BACKENDS)}")
     if name == "cpu" and device.type != "cpu":
         raise UnsupportedDevice(
             f"attention backend 'cpu' cannot run on device '{device}'; use --attention sdpa"
         )
-    return _create(name), f"attention: {name}, as asked"
+    return _create(name, cxx), f"attention: {name}, as asked"
 
 
-def _create(name: str) -> AttentionBackend:
+def _create(name: str, cxx: str) -> AttentionBackend:
     module, _, class_name = _BACKENDS[name].partition(":")
-    backend: AttentionBackend = getattr(importlib.import_module(module), class_name)()
+    made = getattr(importlib.import_module(module), class_name)
+    backend: AttentionBackend = made(cxx) if name == "cpu" else made()  # only the one has kernels to build
     return backend

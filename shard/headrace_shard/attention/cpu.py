@@ -13,14 +13,15 @@ from headrace_shard.kernels.paged import PagedKernels
 class CpuBackend:
     """Cache layout [num_blocks, num_kv_heads, block_size, head_dim], for keys and for values.
 
-    Making one raises KernelUnavailable when there is no compiler or it fails.
+    Making one builds its kernels with the compiler `cxx`; raises KernelUnavailable when there is none or it
+    fails.
     """
 
     name = "cpu"
     block_size = build.BLOCK_SIZE
 
-    def __init__(self) -> None:
-        self._kernels = PagedKernels(build.load(build.user_cache()))
+    def __init__(self, cxx: str) -> None:
+        self._kernels = PagedKernels(build.load(build.user_cache(), cxx))
 
     def cache_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's keys, and of its values."""

@@ -7,7 +7,6 @@ and OpenMP runtime. A finished library is renamed into place, so any number of p
 import ctypes
 import hashlib
 import logging
-import os
 import platform
 import re
 import shlex
@@ -53,14 +52,14 @@ def user_cache() -> Path | None:
         return None
 
 
-def load(cache: Path | None, architecture: str = "native") -> ctypes.CDLL:
+def load(cache: Path | None, cxx: str, architecture: str = "native") -> ctypes.CDLL:
     """The library for this machine, from the cache or built now (some seconds).
 
-    `architecture` is GCC's -march. Without a cache, or with one that cannot be written, the library is built
-    for this process alone. Raises KernelUnavailable when there is no compiler, it fails, or its result cannot
-    be loaded.
+    `cxx` is the compiler's command as a shell reads it, `architecture` GCC's -march. Without a cache, or with
+    one that cannot be written, the library is built for this process alone. Raises KernelUnavailable when
+    there is no compiler, it fails, or its result cannot be loaded.
     """
-    compiler = _compiler()
+    compiler = _compiler(cxx)
     runtime = openmp_runtime()
     flags = (f"-march={architecture}", *_FLAGS)
     name = f"{_digest(compiler, flags, runtime)}.so"
@@ -97,12 +96,16 @@ def openmp_runtime() -> Path | None:
     return min(paths, key=lambda path: (not path.is_relative_to(torch_folder), path), default=None)
 
 
-def _compiler() -> list[str]:
-    # CXX is the toolchain's own convention, as PATH is; it is no setting of headrace.
-    command = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    found = shutil.which(command[0])
+def _compiler(cxx: str) -> list[str]:
+    try:
+        command = shlex.split(cxx)
+    except ValueError as error:
+        raise KernelUnavailable(f"--cxx: {cxx!r} cannot be read as a command: {error}") from None
+    found = shutil.which(command[0]) if command else None
     if found is None:
-        raise KernelUnavailable(f"no C++ compiler: {command[0]!r} is not on the PATH; install g++ or set CXX")
+        raise KernelUnavailable(
+            f"no C++ compiler: {cxx!r} is not on the PATH; install g++ or name another with --cxx"
+        )
     return [found, *command[1:]]
 
 

@@ -15,7 +15,8 @@ CPU = torch.device("cpu")
 class Unbuildable:
     """A backend whose kernels cannot be built on this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, cxx: str) -> None:
+        assert cxx == "c++"
         raise KernelUnavailable("there is no compiler")
 
 
@@ -28,20 +29,20 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_named_backend() -> None:
-    backend, why = pick("sdpa", CPU)
+    backend, why = pick("sdpa", CPU, cxx="c++")
     assert backend.name == "sdpa"
     assert "as asked" in why
 
 
 def test_auto_says_what_it_took_and_why() -> None:
-    backend, why = pick("auto", torch.device("cuda"))
+    backend, why = pick("auto", torch.device("cuda"), cxx="c++")
     assert backend.name == "sdpa"
     assert "cuda" in why
 
 
 @pytest.mark.usefixtures("without_compiler")
 def test_auto_takes_torch_where_kernels_cannot_be_built() -> None:
-    backend, why = pick("auto", CPU)
+    backend, why = pick("auto", CPU, cxx="c++")
     assert backend.name == "sdpa"
     assert "there is no compiler" in why
 
@@ -49,14 +50,14 @@ def test_auto_takes_torch_where_kernels_cannot_be_built() -> None:
 @pytest.mark.usefixtures("without_compiler")
 def test_kernels_that_were_asked_for_by_name_are_not_replaced() -> None:
     with pytest.raises(KernelUnavailable, match="there is no compiler"):
-        pick("cpu", CPU)
+        pick("cpu", CPU, cxx="c++")
 
 
 def test_unknown_name_lists_those_there_are() -> None:
     with pytest.raises(UnsupportedDevice, match="'flash' is unknown; there are: sdpa, cpu"):
-        pick("flash", CPU)
+        pick("flash", CPU, cxx="c++")
 
 
 def test_cpu_kernels_are_refused_on_a_gpu() -> None:
     with pytest.raises(UnsupportedDevice, match="--attention sdpa"):
-        pick("cpu", torch.device("cuda"))
+        pick("cpu", torch.device("cuda"), cxx="c++")

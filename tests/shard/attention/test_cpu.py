@@ -4,6 +4,7 @@ import pytest
 import torch
 from headrace_shard.attention.base import AttentionBackend, pick
 from headrace_shard.attention.sdpa import SdpaBackend
+from headrace_shard.config import ShardSettings
 from torch import Tensor
 
 from tests.shard.stepping import Paged
@@ -13,7 +14,7 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
 
 @pytest.fixture(scope="module")
 def cpu() -> AttentionBackend:
-    backend, _ = pick("cpu", torch.device("cpu"))
+    backend, _ = pick("cpu", torch.device("cpu"), cxx=ShardSettings.cxx)
     assert backend.name == "cpu"
     return backend
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from headrace_shard.config import ShardSettings
 from headrace_shard.kernels import build
 from headrace_shard.kernels.paged import PagedKernels
 
@@ -17,7 +18,7 @@ X86 = platform.machine() == "x86_64"
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PagedKernels]:
     """Kernels for an architecture, built when first asked for."""
     folder: Path = tmp_path_factory.mktemp("kernels")
-    return cache(lambda architecture: PagedKernels(build.load(folder, architecture)))
+    return cache(lambda architecture: PagedKernels(build.load(folder, ShardSettings.cxx, architecture)))
 
 
 @pytest.fixture(
