@@ -9,6 +9,7 @@ Knows nothing of any particular process.
 
 import argparse
 import dataclasses
+import re
 import sys
 import types
 import typing
@@ -22,6 +23,12 @@ T = TypeVar("T")
 
 TRUE_WORDS = ("1", "true", "yes")
 FALSE_WORDS = ("0", "false", "no")
+
+MAX_NUMBER = 2**31 - 1
+"""Of every number that has no smaller limit: what messages between processes, timers and counts can hold."""
+
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://\S+:\d+")
+"""What Kubernetes puts into HEADRACE_PORT of every pod beside a Service called `headrace`."""
 
 
 class SettingsError(Exception):
@@ -141,9 +148,20 @@ def _parse(text: str, kind: type[Any], meta: Meta, where: str) -> Any:
     if kind in (int, float):
         if meta.minimum is not None and not value >= meta.minimum:
             raise SettingsError(f"{where}: must be at least {meta.minimum:g}, got {text}")
-        if meta.maximum is not None and not value <= meta.maximum:
-            raise SettingsError(f"{where}: must be at most {meta.maximum:g}, got {text}")
+        # Not-a-number is neither, and fails both.
+        maximum = MAX_NUMBER if meta.maximum is None else meta.maximum
+        if not value <= maximum:
+            raise SettingsError(f"{where}: must be at most {maximum:.10g}, got {text}")
     return value
+
+
+def _variable_of(name: str, kind: type[Any], meta: Meta, environment: Mapping[str, str]) -> str | None:
+    """The variable that sets a field, or None."""
+    for variable in environment_names(name, meta):
+        value = environment.get(variable, "")
+        if value and not (kind is int and _SERVICE_LINK.fullmatch(value)):
+            return variable
+    return None
 
 
 def parser_for(settings: type[Any], program: str, description: str) -> argparse.ArgumentParser:
@@ -189,9 +207,7 @@ def load(
         if field.name in given:
             where, raw = flag_of(field.name), given[field.name]
         else:
-            name = next(
-                (n for n in environment_names(field.name, meta) if environment.get(n, "") != ""), None
-            )
+            name = _variable_of(field.name, kind, meta, environment)
             if name is None:
                 if field.default is MISSING:
                     raise SettingsError(f"{flag_of(field.name)} is required")

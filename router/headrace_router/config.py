@@ -15,7 +15,9 @@ class RouterSettings:
     prometheus_port: int | None = setting(
         None, help="Serves `/metrics` on this port too.", minimum=1, maximum=65535, tgi=True
     )
-    validation_workers: int = setting(2, help="Threads that tokenise prompts.", minimum=1, tgi=True)
+    validation_workers: int = setting(
+        2, help="Threads that tokenise prompts.", minimum=1, maximum=1024, tgi=True
+    )
     tokenizer_config_path: str | None = setting(
         None,
         help="A tokenizer_config.json (chat template, special tokens) to use instead of the model's.",

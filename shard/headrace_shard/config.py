@@ -39,7 +39,10 @@ class ShardSettings:
         0.9, help="Share of a GPU's memory that the shard may use.", minimum=0.01, maximum=1.0, tgi=True
     )
     num_threads: int | None = setting(
-        None, help="Threads that compute on a CPU. Default: the cores this process may use.", minimum=1
+        None,
+        help="Threads that compute on a CPU. Default: the cores this process may use.",
+        minimum=1,
+        maximum=1024,
     )
     json_output: bool = setting(False, help="Log lines are JSON objects.", tgi=True)
     log_level: str = setting(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from headrace_proto import __version__
 from headrace_proto.settings import (
+    MAX_NUMBER,
     SettingsError,
     document,
     fields_of,
@@ -32,6 +33,7 @@ class Settings:
     max_input_tokens: int | None = setting(
         None, help="Tokens.", minimum=1, aliases=("--max-input-length",), tgi=True
     )
+    wait: float = setting(1.0, help="Seconds.", minimum=0)
     ratio: float = setting(0.5, help="A share.", minimum=0.0, maximum=1.0)
     name: str | None = setting(None, help="Any text.", tgi=True)
     json_output: bool = setting(False, help="A switch.", tgi=True)
@@ -68,14 +70,14 @@ items = st.text(st.characters(exclude_characters="\0,", codec="utf-8"), min_size
 any_settings = st.builds(
     Settings,
     port=st.integers(0, 65535),
-    max_input_tokens=st.none() | st.integers(1, 10**12),
+    max_input_tokens=st.none() | st.integers(1, MAX_NUMBER),
     ratio=st.floats(0, 1),
     name=st.none() | text,
     json_output=st.booleans(),
     sharded=st.none() | st.booleans(),
     dtype=st.sampled_from(["auto", "float32"]),
     origins=st.lists(items).map(tuple),
-    sizes=st.lists(st.integers()).map(tuple),
+    sizes=st.lists(st.integers(max_value=MAX_NUMBER)).map(tuple),
     key=st.none() | items,
 )
 
@@ -128,6 +130,20 @@ def test_the_command_line_wins_then_the_own_name_then_the_bare_one() -> None:
 
 def test_an_empty_variable_counts_as_unset() -> None:
     assert loaded(HEADRACE_PORT="", PORT="7", NAME="", JSON_OUTPUT="").port == 7
+
+
+def test_what_kubernetes_says_of_a_service_counts_as_unset() -> None:
+    link = "tcp://10.96.0.12:3000"
+    assert loaded(HEADRACE_PORT=link, PORT="7", HEADRACE_NAME=link) == Settings(port=7, name=link)
+    assert "HEADRACE_PORT: expected a whole number" in refused(HEADRACE_PORT="tcp://")
+
+
+@pytest.mark.parametrize("value", ["inf", "1e300", str(MAX_NUMBER + 1), str(10**30)])
+def test_no_number_is_larger_than_what_processes_can_tell_each_other(value: str) -> None:
+    flags = ("--wait",) if "e" in value or value == "inf" else ("--wait", "--max-input-tokens")
+    for flag in flags:
+        assert refused(f"{flag}={value}") == f"{flag}: must be at most 2147483647, got {value}"
+    assert "must be at least 0, got nan" in refused("--wait=nan")
     assert loaded(NAME="").name is None
 
 
