@@ -107,7 +107,7 @@ def check_folder(folder: Path, name: str) -> dict[str, Any]:
     config = _read_json(folder / "config.json", where, _hint(folder))
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = set(_read_json(index, where).get("weight_map", {}).values())
+        files = _weight_files(_read_json(index, where), f"{where}: {index.name}")
         missing = sorted(file for file in files if not (folder / file).is_file())
         if missing:
             raise StartError(
@@ -131,11 +131,20 @@ def _read_json(path: Path, where: str, hint: str = "") -> dict[str, Any]:
         raise StartError(f"{where}: the folder has no {path.name}{hint}") from None
     except OSError as error:
         raise StartError(f"{where}: {path.name} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartError(f"{where}: {path.name} is not JSON: {error}") from None
     if not isinstance(content, dict):
         raise StartError(f"{where}: {path.name} is not a JSON object")
     return content
+
+
+def _weight_files(index: dict[str, Any], where: str) -> set[str]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise StartError(f"{where} has no weight_map of tensors to files")
+    if wrong := next((file for file in weight_map.values() if not isinstance(file, str)), None):
+        raise StartError(f"{where}: {wrong!r} is no name of a file")
+    return set(weight_map.values())
 
 
 def _hint(folder: Path) -> str:

@@ -113,7 +113,7 @@ def parse(text: str) -> LogLine | None:
             target=str(fields["target"]),
             message=str(fields["message"]),
         )
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -68,6 +68,19 @@ def test_a_folder_is_used_as_it_is(model: Path, tmp_path: Path) -> None:
             ),
             "lacks 1 of the 2 weight files .* the first is second.safetensors",
         ),
+        *(
+            (
+                lambda folder, text=text: (folder / "model.safetensors.index.json").write_text(text),
+                rf"model.safetensors.index.json.* {words}",
+            )
+            for text, words in (
+                ("{}", "has no weight_map"),
+                ('{"weight_map": {}}', "has no weight_map"),
+                ('{"weight_map": ["a"]}', "has no weight_map"),
+                ('{"weight_map": {"a": 3}}', "3 is no name of a file"),
+            )
+        ),
+        (lambda folder: (folder / "config.json").write_text('{"a":' * 100_000), "is not JSON: maximum"),
     ],
 )
 def test_a_folder_that_lacks_something(damage: Any, words: str, model: Path) -> None:

@@ -87,6 +87,7 @@ def test_a_relayed_line_is_the_same_again(
         "{",
         "{}",
         "[1]",
+        '{"a":' * 100_000,
         '{"timestamp": 1, "level": "INFO", "target": "t", "message": "m"}',
         '{"timestamp": "2026-01-02T03:04:05Z", "level": "LOUD", "target": "t", "message": "m"}',
         '{"timestamp": "2026-01-02T03:04:05Z", "level": 3, "target": "t", "message": "m"}',

@@ -179,7 +179,7 @@ def read_json(file: Path, *, is_required: bool = False) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{file} cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):
         raise StartupError(f"{file} does not hold a JSON object")

@@ -4,6 +4,7 @@ Everything that would change what the network computes is read or refused here; 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,15 +127,16 @@ class _Fields:
     def model_type(self) -> str:
         return str(self.values.get("model_type", ""))
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
         value = self.values.get(key, default)
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.wrong(key, value, "a positive integer")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise self.wrong(key, value, f"an integer of at least {minimum}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.values.get(key, default)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        # Python's JSON knows NaN and Infinity, which no network does.
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise self.wrong(key, value, "a positive number")
         return float(value)
 
@@ -142,6 +144,12 @@ class _Fields:
         value = self.values.get(key, False)
         if not isinstance(value, bool):
             raise self.wrong(key, value, "true or false")
+        return value
+
+    def words(self, key: str) -> list[str]:
+        value = self.values.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.wrong(key, value, "a list of names")
         return value
 
     def part(self, key: str) -> "_Fields":
@@ -160,7 +168,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path.parent} has no {path.name}; it is not a model folder") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, it must be a JSON object")
@@ -179,8 +187,8 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise UnsupportedModel(
             f"{path}: weights quantised with {method!r} are not supported; take the unquantised checkpoint"
         )
-    architectures = values.get("architectures", [])
-    if architectures and not any(str(name).endswith("ForCausalLM") for name in architectures):
+    architectures = fields.words("architectures")
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
         raise UnsupportedModel(
             f"{path}: architectures is {architectures}; only ...ForCausalLM generates text"
         )
@@ -199,9 +207,9 @@ def _sliding_window(fields: _Fields) -> int | None:
     if "sliding_window" not in fields.values:
         return None
     if "layer_types" in fields.values:
-        slides = "sliding_attention" in fields.values["layer_types"]
+        slides = "sliding_attention" in fields.words("layer_types")
     elif fields.model_type == "qwen2":
-        first = fields.values.get("max_window_layers", 28)
+        first = fields.integer("max_window_layers", 28, minimum=0)
         slides = fields.boolean("use_sliding_window") and first < fields.integer("num_hidden_layers")
     else:
         slides = True

@@ -71,8 +71,10 @@ def _read_index(folder: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
         index = {str(name): folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not a safetensors index: {error!r}") from error
+    if not index:
+        raise CheckpointError(f"{path} names no tensor")
     if absent := sorted({file.name for file in index.values() if not file.exists()}):
         raise CheckpointError(f"{folder}: weight files named by {INDEX_FILE} are missing: {listed(absent)}")
     return index

@@ -75,6 +75,11 @@ def _fill(model: CausalLM, checkpoint: Checkpoint, *, is_tied: bool) -> None:
                 f"{checkpoint.folder}: tensor {name} has shape {list(tensor.shape)}, "
                 f"config.json makes it {list(place.shape)}"
             )
+        if not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{checkpoint.folder}: tensor {name} holds {tensor.dtype}, "
+                "so it is quantised, which is not supported; take the unquantised checkpoint"
+            )
         place.copy_(tensor)
 
 

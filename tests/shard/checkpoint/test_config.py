@@ -1,6 +1,7 @@
 """config.json and generation_config.json to ModelConfig, and what is refused."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -175,9 +176,23 @@ def test_windows_that_hide_nothing_are_accepted(tmp_path: Path, changes: dict[st
     ("changes", "message"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', it must be a positive integer"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers is 'two', it must be an integer of at least 1"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"rms_norm_eps": True}, "rms_norm_eps is True"),
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, it must be a positive number"),
+        ({"rope_theta": math.inf}, "rope_theta is inf"),
+        ({"architectures": 7}, "architectures is 7, it must be a list of names"),
+        ({"architectures": "LlamaForCausalLM"}, "it must be a list of names"),
+        ({"sliding_window": 4, "layer_types": 5}, "layer_types is 5, it must be a list of names"),
+        (
+            {
+                "model_type": "qwen2",
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "max_window_layers": "a",
+            },
+            "max_window_layers is 'a', it must be an integer of at least 0",
+        ),
         ({"attention_bias": "no"}, "attention_bias is 'no', it must be true or false"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is missing"),
@@ -201,7 +216,7 @@ def test_folder_without_config(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '"llama"'])
+@pytest.mark.parametrize("text", ["{", "[]", '"llama"', '{"a":' * 100_000])
 def test_config_that_is_no_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StartError, match=r"config\.json"):

@@ -56,11 +56,18 @@ def test_index_that_names_a_tensor_no_file_holds(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}'])
+@pytest.mark.parametrize("text", ["{", "{}", '{"weight_map": [1]}', '{"a":' * 100_000])
 def test_damaged_index(tmp_path: Path, text: str) -> None:
     make_checkpoint(tmp_path, num_files=2)
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(CheckpointError, match="is not a safetensors index"):
+        Checkpoint(tmp_path)
+
+
+def test_empty_index(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, num_files=2)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match=r"index\.json names no tensor"):
         Checkpoint(tmp_path)
 
 

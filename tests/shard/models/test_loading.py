@@ -11,6 +11,7 @@ from headrace_shard.attention.sdpa import SdpaBackend
 from headrace_shard.checkpoint.config import load_config
 from headrace_shard.errors import CheckpointError
 from headrace_shard.models import CausalLM, load_model
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_checkpoint, random_weights, write_weights
 
@@ -83,3 +84,12 @@ def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, dtype="bfloat16")
     model = load_model(folder, load_config(folder), torch.float16, torch.device("cpu"), SdpaBackend())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path) / "model.safetensors"
+    name = "model.layers.0.mlp.up_proj.weight"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, path)
+    with pytest.raises(CheckpointError, match=rf"{name} holds torch\.int8"):
+        load(tmp_path)
