@@ -27,6 +27,7 @@ from headrace_proto.process import die_with_parent
 from headrace_proto.settings import SettingsError, load_or_exit
 from starlette.types import ASGIApp
 
+from headrace_router.api.connection import HttpConnection
 from headrace_router.api.exchange import Service
 from headrace_router.app import create_app, create_metrics_app
 from headrace_router.config import RouterConfig
@@ -46,6 +47,10 @@ BACKLOG = 2048
 KEEP_ALIVE_CONNECTION_SECONDS = 75
 """An idle connection is kept longer than proxies in front of us keep theirs (60 s is usual), or they would
 now and then send a request into a connection that is just being closed."""
+
+CLIENT_GONE_SECONDS = 60
+"""After so long without a sign of life, or with an answer that it does not take, a client's connection ends:
+it frees a request whose client has lost its network, and the memory of an answer that nobody reads."""
 
 CLOSING_SECONDS = 5
 """For answers that are already computed and only have to be taken."""
@@ -69,6 +74,7 @@ def bind(hostname: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _notice_the_gone(bound)
         bound.bind(address)
         # Now, not when everything is loaded: two sockets may be bound to one port until one of them listens.
         bound.listen(BACKLOG)
@@ -76,6 +82,18 @@ def bind(hostname: str, port: int) -> socket.socket:
         bound.close()
         raise
     return bound
+
+
+def _notice_the_gone(listening: socket.socket) -> None:
+    """Connections take these options over from the socket that accepts them. Linux knows them all."""
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", CLIENT_GONE_SECONDS // 2),
+        ("TCP_KEEPINTVL", CLIENT_GONE_SECONDS // 6),
+        ("TCP_USER_TIMEOUT", CLIENT_GONE_SECONDS * 1000),
+    ):
+        if hasattr(socket, name):
+            listening.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def create_service(config: RouterConfig) -> Service:
@@ -168,7 +186,7 @@ def create_server(app: ASGIApp) -> Server:
     return Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=HttpConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -6,11 +6,13 @@
     ├── NotFound                 404 not_found
     │   └── ModelNotFound        404 model_not_found (422 validation on the native face)
     ├── MethodNotAllowed         405 method_not_allowed
+    ├── RequestTimeout           408 request_timeout   the body stopped coming
     ├── PayloadTooLarge          413 payload_too_large
     ├── UnsupportedMediaType     415 unsupported_media_type
     ├── ValidationError          422 validation        (400 on the OpenAI face)
     │   ├── ContextLengthExceeded                      (400, code context_length_exceeded)
     │   └── TemplateError        422 template_error
+    ├── HeadTooLarge             431 head_too_large
     ├── GenerationError          424 generation        the step that held the request failed (500 on OpenAI)
     ├── Overloaded               429 overloaded        with retry-after
     └── Unavailable              503 unhealthy         shard gone, starting or draining, with retry-after
@@ -81,6 +83,14 @@ class MethodNotAllowed(HeadraceError):
     openai_type = "invalid_request_error"
 
 
+class RequestTimeout(HeadraceError):
+    """The client has begun a body and does not go on."""
+
+    status = 408
+    error_type = "request_timeout"
+    openai_type = "invalid_request_error"
+
+
 class PayloadTooLarge(HeadraceError):
     """The body is over `--payload-limit`."""
 
@@ -116,6 +126,14 @@ class TemplateError(ValidationError):
     """The chat template is missing, or refused the messages."""
 
     error_type = "template_error"
+
+
+class HeadTooLarge(HeadraceError):
+    """The request line and the headers do not end where they should."""
+
+    status = 431
+    error_type = "head_too_large"
+    openai_type = "invalid_request_error"
 
 
 class GenerationError(HeadraceError):

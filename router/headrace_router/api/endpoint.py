@@ -19,6 +19,7 @@ from headrace_router.errors import (
     MethodNotAllowed,
     NotFound,
     Overloaded,
+    RequestTimeout,
     TemplateError,
     Unauthorized,
     Unavailable,
@@ -112,7 +113,8 @@ class Endpoint:
             headers.append((b"www-authenticate", b"Bearer"))
         if isinstance(error, MethodNotAllowed):
             headers.append((b"allow", self._allowed.encode()))
-        if isinstance(error, Unavailable) and self._service.engine.is_draining:
+        is_draining = isinstance(error, Unavailable) and self._service.engine.is_draining
+        if is_draining or isinstance(error, RequestTimeout):
             headers.append((b"connection", b"close"))
         return headers
 

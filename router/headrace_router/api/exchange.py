@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import msgspec
 from starlette.datastructures import Headers
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from headrace_router.config import RouterConfig
 from headrace_router.engine import Engine
-from headrace_router.errors import HeadraceError, PayloadTooLarge, UnsupportedMediaType
+from headrace_router.errors import HeadraceError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from headrace_router.metrics import Metrics
 from headrace_router.text.tokenizer import Tokenizer
 from headrace_router.validation import Validator
@@ -25,6 +25,9 @@ HeaderList = list[tuple[bytes, bytes]]
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream"
+
+MAX_BODY_SILENCE_SECONDS = 60.0
+"""Between two parts of a body."""
 
 encoder = msgspec.json.Encoder()
 
@@ -82,7 +85,7 @@ class Exchange:
     async def read_body(self, max_bytes: int) -> bytes:
         """The whole body, which must be declared as uncompressed JSON.
 
-        Raises UnsupportedMediaType, PayloadTooLarge (as soon as it is known) or ClientLeft.
+        Raises UnsupportedMediaType, PayloadTooLarge (as soon as it is known), RequestTimeout or ClientLeft.
         """
         media_type = self.headers.get("content-type", "").partition(";")[0].strip().lower()
         is_json = media_type.startswith("application/") and media_type.endswith("+json")
@@ -100,7 +103,7 @@ class Exchange:
             raise self._too_large(max_bytes, f"{length} bytes")
         body = bytearray()
         while True:
-            message = await self._receive()
+            message = await self._receive_part()
             if message["type"] == "http.disconnect":
                 raise ClientLeft
             body += message.get("body", b"")
@@ -108,6 +111,15 @@ class Exchange:
                 raise self._too_large(max_bytes, "more")
             if not message.get("more_body", False):
                 return bytes(body)
+
+    async def _receive_part(self) -> Message:
+        try:
+            async with asyncio.timeout(MAX_BODY_SILENCE_SECONDS):
+                return await self._receive()
+        except TimeoutError:
+            raise RequestTimeout(
+                f"The request body has not come: nothing for {MAX_BODY_SILENCE_SECONDS:g} s"
+            ) from None
 
     def _too_large(self, max_bytes: int, given: str) -> PayloadTooLarge:
         return PayloadTooLarge(
