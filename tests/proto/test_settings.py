@@ -1,7 +1,6 @@
 """One field is the flag, the variable and the line in the docs: what is spelled is what is read."""
 
 import dataclasses
-import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -235,12 +234,3 @@ def test_the_table_has_a_row_for_each() -> None:
     )
     assert "`--max-input-length`" in rows[1] and "`MAX_INPUT_LENGTH`" in rows[1]
     assert all(re.fullmatch(r"\|[^|]+\|[^|]+\|[^|]+\|[^|]+\|", row) for row in rows)
-
-
-def test_infinity_is_a_number_where_nothing_limits_it() -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Patience:
-        seconds: float = setting(1.0, help="Seconds.", minimum=0.0)
-
-    argv: Any = ["--seconds", "inf"]
-    assert math.isinf(load(Patience, argv, {}, program="program").seconds)
