@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 from headrace_proto import __version__
