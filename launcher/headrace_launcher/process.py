@@ -28,6 +28,9 @@ NUM_LAST_WORDS = 20
 MAX_LAST_WORDS = 600
 """Characters of the line that is quoted when a child has died."""
 
+_REFUSAL = re.compile(r"headrace-\w+: error: ")
+"""How a program of headrace's own begins the line, on standard error, that says why it ends."""
+
 LAST_LINE_SECONDS = 1.0
 """How long the pipes of a dead child are read on when somebody else holds their other end."""
 
@@ -134,7 +137,7 @@ class Child:
             for level, text in reversed(self._lines):
                 if level >= least:
                     words = text.rstrip().rsplit("\n", 1)[-1]
-                    return re.sub(r"^headrace-\w+: error: ", "", words)[:MAX_LAST_WORDS]
+                    return _REFUSAL.sub("", words, count=1)[:MAX_LAST_WORDS]
         return ""
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -165,8 +168,9 @@ class Child:
                 self._on_output(text)
                 return
             line = logs.parse(text)
-            self._lines.append((line.level if line else level, line.message if line else text))
-            logs.relay(self.name, text, level=level)
+            bare_level = logging.ERROR if _REFUSAL.match(text) else level
+            self._lines.append((line.level if line else bare_level, line.message if line else text))
+            logs.relay(self.name, text, level=bare_level)
 
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: _Lines(on_line, self._pipe_ended), pipe)

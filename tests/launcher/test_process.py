@@ -81,6 +81,11 @@ def test_each_picture_of_a_progress_bar_is_a_line(caplog: pytest.LogCaptureFixtu
     [
         ("import sys; print('fine'); sys.exit('it broke')", "exit status 1: it broke"),
         ("import sys; sys.exit('headrace-shard: error: no weights')", "exit status 1: no weights"),
+        (
+            "from headrace_proto import logs; import logging, sys; logs.setup('x', True)\n"
+            "logging.getLogger('headrace_shard').error('not why'); sys.exit('headrace-shard: error: why')",
+            "exit status 1: why",
+        ),
         ("raise ValueError('three is no prime')", "exit status 1: ValueError: three is no prime"),
         ("import os; print('fine', flush=True); os.kill(os.getpid(), 11)", "signal SIGSEGV"),
         ("print('no weights'); exit(4)", "exit status 4: no weights"),
