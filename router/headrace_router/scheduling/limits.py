@@ -151,6 +151,10 @@ def _max_total_tokens(wanted: Wanted, info: ShardInfo, capacity: Capacity, cache
             f"the KV cache holds {cache_tokens} tokens ({_gigabytes(capacity.available_bytes)} available, "
             f"{capacity.block_bytes} bytes for {info.block_size} tokens): free memory or take a smaller model"
         )
+    if info.max_positions < 2:
+        raise LimitsError(
+            f"the model's context is {info.max_positions} token: no room for a prompt and an answer"
+        )
     longest = wanted.max_total_tokens
     if longest is None:
         return min(info.max_positions, cache_tokens)

@@ -102,3 +102,8 @@ def test_limits_refuse_what_a_scheduler_could_not_keep() -> None:
         replace(limits, max_step_sequences=600)
     with pytest.raises(ValueError, match="20000 tokens in 1000 blocks"):
         replace(limits, max_total_tokens=20000)
+
+
+def test_a_context_without_room_for_an_answer_is_refused() -> None:
+    with pytest.raises(LimitsError, match="context is 1 token: no room"):
+        derive(WANTED, replace(INFO, max_positions=1), CAPACITY)
