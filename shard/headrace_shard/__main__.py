@@ -12,7 +12,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -40,6 +41,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self._ask: Callable[[], object] | None = None
+        self._is_importing = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._received)
 
@@ -47,10 +49,20 @@ class StopSignal:
         """From now on a signal calls `ask`."""
         self._ask = ask
 
+    @contextmanager
+    def importing(self) -> Iterator[None]:
+        """For imports of large packages, which would catch what `sys.exit` raises, and try again."""
+        self._is_importing = True
+        yield
+        self._is_importing = False
+
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if self._ask is None:
+        if self._ask is not None:
+            self._ask()
+        elif self._is_importing:
+            os._exit(0)  # nothing is open yet that would have to be closed
+        else:
             sys.exit(0)
-        self._ask()
 
 
 def main() -> NoReturn:
@@ -59,7 +71,7 @@ def main() -> NoReturn:
     die_with_parent(os.environ)
     arguments = sys.argv[1:]
     if arguments[:1] == ["convert"]:
-        sys.exit(_convert(arguments[1:]))
+        sys.exit(_convert(arguments[1:], stop_signal))
     config = load_or_exit(
         ShardConfig,
         arguments,
@@ -72,7 +84,7 @@ def main() -> NoReturn:
     sys.exit(_serve(config, stop_signal))
 
 
-def _convert(arguments: Sequence[str]) -> int:
+def _convert(arguments: Sequence[str], stop_signal: StopSignal) -> int:
     parser = argparse.ArgumentParser(
         prog=f"{PROGRAM} convert", description="Writes a GGUF file as a folder of safetensors and JSON files."
     )
@@ -81,8 +93,9 @@ def _convert(arguments: Sequence[str]) -> int:
     parser.add_argument("--json-output", action="store_true", help="log lines are JSON objects")
     given = parser.parse_args(arguments)
     logs.setup("convert", given.json_output)
-    from headrace_shard.checkpoint.gguf import convert
-    from headrace_shard.errors import StartError
+    with stop_signal.importing():
+        from headrace_shard.checkpoint.gguf import convert
+        from headrace_shard.errors import StartError
 
     try:
         convert(given.source, given.target)
@@ -97,8 +110,9 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
     # Read by OpenMP's runtime when torch loads it. A thread that spins while it waits for its team keeps the
     # router and the clients off its core; a step of a small model then took 39 ms in place of 2.4 ms.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from headrace_shard import address
-    from headrace_shard.errors import ShardError
+    with stop_signal.importing():
+        from headrace_shard import address
+        from headrace_shard.errors import ShardError
 
     try:
         place = address.parse(config.listen)
@@ -107,8 +121,8 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
     try:
         # Before the model is read, for that may take long.
         place.claim()
-        from headrace_shard.loading import load
-
+        with stop_signal.importing():
+            from headrace_shard.loading import load
         loaded = load(Path(config.model_path), config)
         for note in loaded.notes:
             logger.info(note)
@@ -126,9 +140,10 @@ async def _answer(
     started: float,
 ) -> None:
     """Answer calls until a signal comes."""
-    from headrace_shard.engine import Engine
-    from headrace_shard.errors import StartError
-    from headrace_shard.service import ShardService, create_server
+    with stop_signal.importing():
+        from headrace_shard.engine import Engine
+        from headrace_shard.errors import StartError
+        from headrace_shard.service import ShardService, create_server
 
     engine = Engine(
         loaded, kv_cache_memory=config.kv_cache_memory, cuda_memory_fraction=config.cuda_memory_fraction

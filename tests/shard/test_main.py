@@ -105,6 +105,27 @@ def test_signal_while_the_model_is_read(tmp_path: Path, number: signal.Signals) 
     assert errors == ""
 
 
+def test_signal_while_a_package_is_imported_that_catches_everything(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    package = tmp_path / "packages" / "torch" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.write_text(
+        f"try:\n    open({str(pipe)!r}).read()\nexcept BaseException as error:\n    raise ImportError\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(package.parents[1]))
+    with (
+        starting("--model-path", folder, "--listen", f"unix://{tmp_path}/shard") as process,
+        pipe.open("w"),
+    ):
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert process.returncode == 0
+    assert errors == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
