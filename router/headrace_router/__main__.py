@@ -124,9 +124,9 @@ class Process:
         self._servers = [create_server(app) for app in apps]
         self._is_stopping = asyncio.Event()
         self._is_hurried = asyncio.Event()
-        self._failure: LimitsError | None = None
+        self._failure: Exception | None = None
 
-    async def run(self) -> LimitsError | None:
+    async def run(self) -> Exception | None:
         """Serves until a signal; returns why serving is impossible, if it is."""
         loop = asyncio.get_running_loop()
         for number in STOP_SIGNALS:
@@ -137,10 +137,12 @@ class Process:
             for server, bound in zip(self._servers, self._sockets, strict=True)
         ]
         announcing = asyncio.create_task(self._announce())
+        failing = asyncio.create_task(self._end_with_the_engine())
         stopping = asyncio.create_task(self._is_stopping.wait())
         await asyncio.wait([stopping, *serving], return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
         announcing.cancel()
+        failing.cancel()
         await self._drain()
         for server in self._servers:
             server.should_exit = True
@@ -164,6 +166,15 @@ class Process:
             log.info("%-26s %-16s %s", row.name, row.value, row.why)
         host, port = self._sockets[0].getsockname()[:2]
         log.info("Connected: serving %s on http://%s:%d", self._service.model_id, _in_url(host), port)
+
+    async def _end_with_the_engine(self) -> None:
+        """A router that can serve nothing any more ends, so that whoever looks after it starts another."""
+        try:
+            await self._service.engine.ended()
+        except Exception as error:  # the edge of the process
+            log.exception("the loop that serves requests has failed")
+            self._failure = error
+            self._is_stopping.set()
 
     async def _drain(self) -> None:
         """Lets running requests end, for a time or until a second signal. Then whatever is left fails."""
@@ -243,7 +254,7 @@ def main() -> None:
         sys.exit(f"{PROGRAM}: error: {failure}")
 
 
-async def _run(service: Service, bound: socket.socket, metrics: socket.socket | None) -> LimitsError | None:
+async def _run(service: Service, bound: socket.socket, metrics: socket.socket | None) -> Exception | None:
     return await Process(service, bound, metrics).run()
 
 

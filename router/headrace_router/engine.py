@@ -87,6 +87,14 @@ class Engine:
         if self._batcher.failure is not None:
             raise self._batcher.failure
 
+    async def ended(self) -> None:
+        """Returns once nothing is served any more: after `stop`, or when limits cannot be met. Raises the
+        fault of its own that has ended the loop, if one has."""
+        if self._task is not None:
+            await asyncio.wait([self._task])
+            if not self._task.cancelled():
+                self._task.result()
+
     async def stop(self) -> None:
         """Whatever still runs fails with `Unavailable`."""
         if self._task is not None:

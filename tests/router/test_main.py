@@ -190,6 +190,22 @@ def test_limits_that_cannot_be_met_are_one_line(folder: Path, shard: str) -> Non
     assert "--max-total-tokens" in said and "512" in said
 
 
+def test_a_fault_of_the_loop_ends_the_process(
+    folder: Path, shard: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Python imports this module, if it is there, before anything else.
+    (folder / "sitecustomize.py").write_text(
+        "from headrace_router.batcher import Batcher\n"
+        "async def serve(self, client): raise RuntimeError('the loop is broken')\n"
+        "Batcher._serve = serve\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    with started(folder, "--shard", shard) as router:
+        status, output = router.end()
+    assert status == 1 and "the loop that serves requests has failed" in output
+    assert output.splitlines()[-1] == "headrace-router: error: the loop is broken"
+
+
 def test_usage_errors_exit_with_two(folder: Path) -> None:
     command = [sys.executable, "-m", "headrace_router", "--tokenizer-name", str(folder), "--nope"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_SECONDS)
