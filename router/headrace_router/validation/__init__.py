@@ -7,7 +7,7 @@ text is tokenised and no template rendered on the event loop. Knows no HTTP, and
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -72,7 +72,7 @@ class Validator:
             max_new_tokens = _native_budget(len(ids), parameters.max_new_tokens, limits)
             if parameters.grammar is not None:
                 raise invalid("grammar is not supported", "grammar")
-            stop, stop_token_ids = self._stop(parameters.stop)
+            stop, stop_token_ids = self._stop(parameters.stop, limits)
             request = Request(
                 prompt_ids=tuple(ids),
                 sampling=ranges.native_sampling(body, limits.vocab_size),
@@ -217,7 +217,7 @@ class Validator:
         min_tokens = body.min_tokens or 0
         if min_tokens > wanted:
             raise invalid(f"`min_tokens` ({min_tokens}) is more than the most tokens, {wanted}", "min_tokens")
-        stop, stop_token_ids = self._stop(body.stop)
+        stop, stop_token_ids = self._stop(body.stop, limits)
         is_scored = isinstance(body, CompletionRequest) and bool(body.echo) and body.logprobs is not None
         num_top = body.top_logprobs if isinstance(body, ChatRequest) else None
         if isinstance(body, CompletionRequest):
@@ -254,13 +254,18 @@ class Validator:
             )
 
     def _eos_token_ids(self, limits: Limits) -> frozenset[int]:
-        return limits.eos_token_ids | self._tokenizer.eos_token_ids
+        return _known(limits.eos_token_ids | self._tokenizer.eos_token_ids, limits)
 
-    def _stop(self, stop: str | list[str] | None) -> tuple[tuple[str, ...], frozenset[int]]:
+    def _stop(self, stop: str | list[str] | None, limits: Limits) -> tuple[tuple[str, ...], frozenset[int]]:
         """Stop strings, and the ids of those that spell a special token: no text ever holds them."""
         special = {text: self._tokenizer.special_id(text) for text in ranges.listed(stop)}
         strings = tuple(text for text, token_id in special.items() if token_id is None)
-        return strings, frozenset(token_id for token_id in special.values() if token_id is not None)
+        return strings, _known((token_id for token_id in special.values() if token_id is not None), limits)
+
+
+def _known(token_ids: Iterable[int], limits: Limits) -> frozenset[int]:
+    """Those that the model can generate; its files may name others, and a step may not."""
+    return frozenset(token_id for token_id in token_ids if token_id < limits.vocab_size)
 
 
 def _native_budget(num_prompt: int, wanted: int | None, limits: Limits) -> int:
@@ -294,7 +299,7 @@ def _check_openai_budget(source: str, num_prompt: int, wanted: int, limits: Limi
 def _prompt_too_long(source: str, num_prompt: str, limits: Limits) -> ContextLengthExceeded:
     most = limits.max_input_tokens
     return ContextLengthExceeded(
-        f"{NATIVE_PREFIX}`{source}` must have less than {most} tokens. Given: {num_prompt}",
+        f"{NATIVE_PREFIX}`{source}` must have at most {most} tokens. Given: {num_prompt}",
         param=source,
         openai_message=(
             f"This model's maximum context length is {limits.max_total_tokens} tokens, of which a prompt may "

@@ -4,7 +4,6 @@ TGI's order and words on the native face (numbers are still the true ones), Open
 Pure functions of body, settings and limits; knows no text and no tokenizer.
 """
 
-import math
 import secrets
 from collections.abc import Iterable, Mapping
 
@@ -22,6 +21,8 @@ MAX_STOP_CHARS = 4096
 
 MIN_TEMPERATURE = 1e-5
 """Below it the most likely token is all there is; dividing by less leaves the range of float32."""
+MAX_TEMPERATURE = 1e5
+"""Of the native face. All tokens are as good as equally likely long before; float32 knows no 1e39."""
 MIN_SHARE = 1e-6
 """Of probability, for top-p and typical-p: no model's most likely token has less, so one token is kept."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-5, 1e5
@@ -41,8 +42,7 @@ def check_native(
 ) -> None:
     """All that can be said before tokenising. Raises `ValidationError`, `ModelNotFound`."""
     _check_best_of(body, parameters, config, is_stream=is_stream)
-    if parameters.temperature is not None and not 0 <= parameters.temperature < math.inf:
-        raise invalid("`temperature` must be strictly positive", "temperature")
+    _check_range("temperature", parameters.temperature, 0.0, MAX_TEMPERATURE)
     _check_common(parameters)
     if parameters.top_p is not None and not 0 < parameters.top_p <= 1:
         raise invalid("`top_p` must be > 0.0 and <= 1.0", "top_p")
@@ -62,7 +62,7 @@ def check_native(
     most = limits.max_input_tokens
     if parameters.truncate is not None and not 1 <= parameters.truncate <= most:
         raise invalid(
-            f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}",
+            f"`truncate` must be strictly positive and <= {most}. Given: {parameters.truncate}",
             "truncate",
         )
     if parameters.watermark:
@@ -87,7 +87,7 @@ def _check_best_of(
     elif best_of > 1 and config.max_best_of == 1:
         raise invalid("`best_of` != 1 is not allowed for this endpoint", "best_of")
     elif not 0 <= best_of <= config.max_best_of:
-        raise invalid(f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
+        raise invalid(f"`best_of` must be >= 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
     if best_of > 1 and not is_sampled(body):
         raise invalid("you must use sampling when `best_of` is > 1", "best_of")
 
@@ -264,6 +264,7 @@ def _check_filters(given: GenerateParameters | SamplingRequest) -> None:
 
 
 def _check_logit_bias(biases: Mapping[str, float], vocab_size: int) -> None:
+    named: dict[int, str] = {}
     for key, bias in biases.items():
         if not (key.isascii() and key.isdigit()):
             raise invalid(f"`logit_bias`: the key {key!r} is not a token id", "logit_bias")
@@ -275,3 +276,5 @@ def _check_logit_bias(biases: Mapping[str, float], vocab_size: int) -> None:
             )
         if not -100 <= bias <= 100:
             raise invalid(f"`logit_bias` must be >= -100 and <= 100. Given: {bias} for {key}", "logit_bias")
+        if (former := named.setdefault(int(key), key)) != key:
+            raise invalid(f"`logit_bias`: {former!r} and {key!r} are one token id: give one", "logit_bias")
