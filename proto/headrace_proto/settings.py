@@ -51,7 +51,7 @@ class Meta:
     is_secret: bool = False
     """Given to children by environment only and never shown."""
     is_list: bool = False
-    """Repeatable on the command line, comma-separated in the environment."""
+    """Repeatable on the command line, comma-separated in the environment; numbers with commas in both."""
 
 
 def setting(
@@ -66,7 +66,10 @@ def setting(
     tgi: bool = False,
     secret: bool = False,
 ) -> Any:
-    """A field of a settings dataclass."""
+    """A field of a settings dataclass. Raises TypeError for a secret list."""
+    if secret and isinstance(default, tuple):
+        # A child reads its secrets from the environment, where an item with a comma becomes two.
+        raise TypeError("a secret is one value: a list of secrets cannot be handed to a child whole")
     meta = Meta(
         help=help,
         minimum=minimum,
@@ -214,6 +217,9 @@ def load(
                 continue
             where, raw = f"environment variable {name}", environment[name]
             raw = [part for part in raw.split(",") if part] if meta.is_list else raw
+        if meta.is_list and kind is not str:
+            # Of text, an item given as a flag may hold commas.
+            raw = [part for item in raw for part in item.split(",")]
         if meta.is_list:
             values[field.name] = tuple(_parse(part, kind, meta, where) for part in raw)
         else:
@@ -259,8 +265,7 @@ def to_environment(settings: Any) -> dict[str, str]:
     for field, meta in fields_of(type(settings)):
         value = getattr(settings, field.name)
         if meta.is_secret and value:
-            name = f"HEADRACE_{field.name.upper()}"
-            environment[name] = ",".join(value) if meta.is_list else _spelled(value)
+            environment[f"HEADRACE_{field.name.upper()}"] = _spelled(value)
     return environment
 
 
@@ -289,14 +294,14 @@ def document(settings: type[Any]) -> str:
         names = ", ".join(f"`{name}`" for name in environment_names(field.name, meta))
         default = field.default
         if default is MISSING:
-            shown = "required"
+            spelled = "required"
         elif default is None or default == () or default == "":
-            shown = "-"
+            spelled = "-"
         else:
-            shown = f"`{_spelled(default)}`"
+            spelled = f"`{_spelled(default)}`"
         choices = f" One of {', '.join(f'`{choice}`' for choice in meta.choices)}." if meta.choices else ""
         bounds = [f"at least {meta.minimum:g}"] if meta.minimum is not None else []
         bounds += [f"at most {meta.maximum:g}"] if meta.maximum is not None else []
         limits = f" ({', '.join(bounds)})" if bounds else ""
-        rows.append(f"| {flags} | {names} | {shown} | {meta.help}{choices}{limits} |")
+        rows.append(f"| {flags} | {names} | {spelled} | {meta.help}{choices}{limits} |")
     return "\n".join(rows) + "\n"

@@ -54,6 +54,11 @@ def test_one_shard_and_no_speculation_are_fine(argv: list[str]) -> None:
     assert loaded(*argv).warnings() == []
 
 
+def test_a_list_of_numbers_is_taken_as_text_generation_inference_takes_it() -> None:
+    for config in (loaded("--cuda-graphs", "1,2,4"), loaded(CUDA_GRAPHS="1,2,4")):
+        assert config.cuda_graphs == (1, 2, 4)
+
+
 def sample(field: Any) -> str:
     kind = str(field.type)
     if field.name == "usage_stats":
