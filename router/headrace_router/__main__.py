@@ -32,10 +32,10 @@ from headrace_router.api.exchange import Service
 from headrace_router.app import create_app, create_metrics_app
 from headrace_router.config import RouterConfig
 from headrace_router.engine import Engine
+from headrace_router.errors import LimitsError, StartupError, Unavailable
 from headrace_router.metrics import Metrics
-from headrace_router.scheduling.limits import LimitsError
 from headrace_router.text.chat_template import ChatTemplate
-from headrace_router.text.tokenizer import StartupError, Tokenizer
+from headrace_router.text.tokenizer import Tokenizer
 from headrace_router.validation import Validator
 
 PROGRAM = "headrace-router"
@@ -161,6 +161,8 @@ class Process:
         except LimitsError as error:
             self._failure = error
             self._is_stopping.set()
+            return
+        except Unavailable:
             return
         for row in engine.rows:
             log.info("%-26s %-16s %s", row.name, row.value, row.why)

@@ -19,9 +19,15 @@ import time
 from typing import Protocol
 
 from headrace_router.config import RouterConfig
-from headrace_router.errors import ContextLengthExceeded, GenerationError, HeadraceError, Unavailable
+from headrace_router.errors import (
+    ContextLengthExceeded,
+    GenerationError,
+    HeadraceError,
+    LimitsError,
+    Unavailable,
+)
 from headrace_router.metrics import METHODS, Metrics
-from headrace_router.scheduling.limits import Limits, LimitsError, Row, ShardInfo, Wanted, derive, plan
+from headrace_router.scheduling.limits import Limits, Row, ShardInfo, Wanted, derive, plan
 from headrace_router.scheduling.request import FinishReason, Request, Sequence, Status
 from headrace_router.scheduling.scheduler import Scheduler
 from headrace_router.scheduling.step import Step, StepResult, Update

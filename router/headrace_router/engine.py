@@ -82,10 +82,13 @@ class Engine:
         self._task = asyncio.create_task(self._batcher.run(), name="batcher")
 
     async def settled(self) -> None:
-        """Returns once the shard has been ready. Raises `LimitsError`, one line, when it never will be."""
+        """Returns once the shard has been ready. Raises `LimitsError`, one line, when the settings forbid it,
+        and `Unavailable` when the end came first."""
         await self._batcher.settled.wait()
         if self._batcher.failure is not None:
             raise self._batcher.failure
+        if self._batcher.limits is None:
+            raise Unavailable("the server has ended before the shard was ready")
 
     async def ended(self) -> None:
         """Returns once nothing is served any more: after `stop`, or when limits cannot be met. Raises the

@@ -1,4 +1,4 @@
-"""Every error a caller can meet.
+"""Every error a caller can meet, and why the process cannot start.
 
     HeadraceError                500 internal
     ├── BadRequest               400 bad_request       not JSON, not UTF-8
@@ -17,8 +17,11 @@
     ├── Overloaded               429 overloaded        with retry-after
     └── Unavailable              503 unhealthy         shard gone, starting or draining, with retry-after
 
-An error has one message, in the words of the native face, and optionally another for the OpenAI face.
-`api/tgi.py` and `api/openai.py` render it in the envelope of their face.
+    StartupError                 one line, exit status 1
+    └── LimitsError              settings contradict what the model or the memory allows
+
+A request's error has one message, in the words of the native face, and optionally another for the OpenAI
+face. `api/tgi.py` and `api/openai.py` render it in the envelope of their face.
 """
 
 
@@ -161,3 +164,11 @@ class Unavailable(HeadraceError):
     error_type = "unhealthy"
     openai_type = "service_unavailable"
     retry_after_seconds = 5
+
+
+class StartupError(Exception):
+    """A model's folder cannot be served. One line: which file, what is wrong, what to do."""
+
+
+class LimitsError(StartupError):
+    """Settings contradict what the model or the memory allows. One line with the numbers and the cure."""

@@ -11,8 +11,7 @@ from typing import Any
 import grpc
 import pytest
 from headrace_router.batcher import ShardState
-from headrace_router.errors import ContextLengthExceeded, GenerationError, Unavailable
-from headrace_router.scheduling.limits import LimitsError
+from headrace_router.errors import ContextLengthExceeded, GenerationError, LimitsError, Unavailable
 from headrace_router.scheduling.request import FinishReason
 from headrace_router.shards import client as client_module
 

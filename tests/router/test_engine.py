@@ -11,9 +11,8 @@ import pytest
 from headrace_proto.settings import SettingsError
 from headrace_router.config import RouterConfig
 from headrace_router.engine import Engine, Finish, Generation, Output, OutputToken
-from headrace_router.errors import GenerationError, Overloaded, Unavailable
+from headrace_router.errors import GenerationError, LimitsError, Overloaded, Unavailable
 from headrace_router.metrics import Metrics
-from headrace_router.scheduling.limits import LimitsError
 from headrace_router.scheduling.request import FinishReason, Request, SamplingParams
 from headrace_router.text.output import OutputOptions
 from headrace_router.text.tokenizer import Tokenizer

@@ -8,12 +8,10 @@ Knows no flags' parsing and no wire; messages name the flags because their reade
 
 from dataclasses import dataclass
 
+from headrace_router.errors import LimitsError
+
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 4096
-
-
-class LimitsError(Exception):
-    """Settings contradict what the model or the memory allows. One line with the numbers and the cure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

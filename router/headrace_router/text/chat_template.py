@@ -23,8 +23,8 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from headrace_router.errors import TemplateError
-from headrace_router.text.tokenizer import StartupError, read_json
+from headrace_router.errors import StartupError, TemplateError
+from headrace_router.text.tokenizer import read_json
 
 MAX_PROMPT_CHARS = 16_000_000
 MAX_LOOP_TURNS = 1_000_000

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import tokenizers
 
+from headrace_router.errors import StartupError
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -20,10 +22,6 @@ _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 _KEEPING_NORMALIZERS = {"Replace", "Prepend", "ByteLevel", "NFC", "NFD"}
 _KEEPING_PRE_TOKENIZERS = {"ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
 _MAX_COMPOSED = 4
-
-
-class StartupError(Exception):
-    """A folder cannot be served. One line: which file, what is wrong, what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from headrace_router.scheduling.limits import Capacity, Limits, LimitsError, ShardInfo, Wanted, derive, plan
+from headrace_router.errors import LimitsError
+from headrace_router.scheduling.limits import Capacity, Limits, ShardInfo, Wanted, derive, plan
 
 INFO = ShardInfo(
     model_type="llama",

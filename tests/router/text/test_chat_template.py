@@ -7,9 +7,8 @@ from typing import Any
 
 import jinja2
 import pytest
-from headrace_router.errors import TemplateError
+from headrace_router.errors import StartupError, TemplateError
 from headrace_router.text.chat_template import MAX_LOOP_TURNS, MAX_PROMPT_CHARS, ChatTemplate
-from headrace_router.text.tokenizer import StartupError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from tests.tiny import CHAT_TEMPLATE

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import tokenizers
-from headrace_router.text.tokenizer import StartupError, Tokenizer
+from headrace_router.errors import StartupError
+from headrace_router.text.tokenizer import Tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
