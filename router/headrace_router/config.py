@@ -100,6 +100,9 @@ class RouterSettings:
     )
 
     def __post_init__(self) -> None:
+        if self.api_key == "":
+            # Most likely a variable that was not set; to serve without a key by mistake is the worst answer.
+            raise SettingsError("--api-key: must not be empty; leave it out to serve without a key")
         highest = self.max_total_tokens
         if highest is None:
             return
