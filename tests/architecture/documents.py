@@ -18,8 +18,8 @@ Made from the settings classes by `make docs`.
 A flag wins over its environment variables, these over the default; of several variables the first that is set
 wins. An empty one counts as unset, and so does what Kubernetes puts into `HEADRACE_PORT` for a Service of
 that name (`tcp://...`). A switch needs no value (`--json-output`) and takes one (`--json-output false`;
-`1/0`, `true/false`, `yes/no`). A list is a repeated flag, or a variable with commas; a flag of numbers may have
-commas too (`--cuda-graphs 1,2,4`). No number is above 2147483647.
+`1/0`, `true/false`, `yes/no`). A list is a repeated flag, or a variable with commas; a flag of
+numbers may have commas too (`--cuda-graphs 1,2,4`). No number is above 2147483647.
 A usage error ends the program with exit status 2 and one line that names the flag.
 
 `headrace` takes the flags of the first three tables, and those of Text Generation Inference in the last two.

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,21 @@ def test_a_killed_launcher_leaves_nothing(launch: Any) -> None:
     wait_until(lambda: not any(is_running(pid) for pid in launched.pids()), "the end of the children")
 
 
+def test_a_killed_launchers_folder_goes_at_the_next_start(launch: Any) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
+        killed = launch(TMPDIR=temporary)
+        killed.wait_ready()
+        killed.end(signal.SIGKILL)
+        (left,) = Path(temporary).glob("headrace-*")
+        wait_until(lambda: not any(is_running(pid) for pid in killed.pids()), "the end of the children")
+        launched = launch(TMPDIR=temporary)
+        launched.wait_ready()
+        (folder,) = Path(temporary).glob("headrace-*")
+        assert folder != left
+        assert launched.end(signal.SIGTERM) == 0
+        assert list(Path(temporary).glob("headrace-*")) == []
+
+
 UNSHARE = ("unshare", "--pid", "--fork", "--kill-child")
 
 
@@ -201,7 +217,7 @@ def test_lines_are_readable_and_name_their_process(launch: Any) -> None:
     launched.end(signal.SIGTERM)
     assert "2026-01-01T00:00:00.000Z INFO  shard    loading\n" in launched.log
     assert re.search(r"WARN  shard    a bare line on standard error\n", launched.log)
-    assert launched.log.count("--disable-custom-kernels is ignored") == 1
+    assert len(re.findall(r"WARN  launcher --disable-custom-kernels is ignored", launched.log)) == 1
     assert re.search(r"INFO  launcher files .*/model: llama, bfloat16 weights", launched.log)
 
 

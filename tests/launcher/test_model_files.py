@@ -3,6 +3,10 @@
 import asyncio
 import json
 import os
+import pwd
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ from headrace_launcher.config import LauncherConfig
 from headrace_launcher.errors import ChildFailed, StartError, Stopped
 from headrace_launcher.model_files import ModelFiles, cache_key, check_folder, default_gguf, resolve
 from headrace_launcher.process import watch_children
+from headrace_proto.settings import to_argv
+from headrace_shard.kernels.build import user_cache
 
 from tests.launcher.fakes import Fakes, is_running
 
@@ -141,10 +147,48 @@ def test_a_gguf_file_is_converted_once(fakes: Fakes, gguf: Path, tmp_path: Path)
     assert fakes.events() == ["shard converts"] * 2
 
 
-def test_the_cache_is_where_the_desktop_says(fakes: Fakes, gguf: Path, tmp_path: Path) -> None:
-    environment = fakes.environment(XDG_CACHE_HOME=str(tmp_path / "xdg"))
+def test_the_cache_is_in_the_home_folder(
+    fakes: Fakes, gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    environment = fakes.environment(XDG_CACHE_HOME=str(tmp_path / "elsewhere"))
     files = found(LauncherConfig(model_id=str(gguf)), environment, tmp_path)
-    assert files.folder.parent == tmp_path / "xdg" / "headrace" / "models"
+    assert files.folder.parent == tmp_path / "home/.cache/headrace/models"
+    assert files.folder.parent.parent == Path(user_cache() or "").parent, "the shard's kernels are beside it"
+
+
+def test_a_user_without_a_home_is_told_of_the_flag(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)
+    with pytest.raises(StartError, match=r"no home folder .* --model-cache"):
+        found(LauncherConfig(model_id=str(gguf)), {}, gguf.parent)
+
+
+def downloaded(fakes: Fakes, config: LauncherConfig) -> Path:
+    """The folder that a launcher of its own prints."""
+    command = [sys.executable, "-P", "-m", "headrace_launcher", "download", *to_argv(config)]
+    ended = subprocess.run(command, env=fakes.environment(), capture_output=True, text=True, timeout=60)
+    return Path(ended.stdout.splitlines()[-1])
+
+
+def test_a_changed_file_takes_the_place_of_its_former_conversion(
+    fakes: Fakes, gguf: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    config = LauncherConfig(model_id=str(gguf), model_cache=str(cache))
+    other = tmp_path / "other" / gguf.name
+    other.parent.mkdir()
+    other.write_bytes(b"GGUF, another")
+    kept = downloaded(fakes, replace(config, model_id=str(other)))
+    folders = [downloaded(fakes, config)]
+    os.utime(gguf, (1, 1))
+    folders.append(downloaded(fakes, config))
+    assert {path for path in cache.iterdir() if path.is_dir()} == {folders[1], kept}
+    used = found(config, fakes.environment(), tmp_path).folder  # by this process, as long as it runs
+    assert used == folders[1]
+    os.utime(gguf, (2, 2))
+    folders.append(downloaded(fakes, config))
+    assert {path for path in cache.iterdir() if path.is_dir()} == {*folders[1:], kept}
 
 
 def test_two_launchers_convert_once(fakes: Fakes, gguf: Path, tmp_path: Path) -> None:
