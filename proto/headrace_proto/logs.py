@@ -7,10 +7,12 @@ once more in the form that it was asked for itself. Knows no process and no sett
 
 import json
 import logging
+import os
 import sys
 import warnings
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TextIO
 
 LEVELS = {
     "trace": logging.DEBUG,
@@ -82,6 +84,20 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False)
 
 
+class _Output(logging.StreamHandler[TextIO]):
+    """Standard output, which may be lost (`headrace | head`) or full: work goes on without its lines."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exception()
+        if isinstance(error, BrokenPipeError):
+            # Nobody will ever read it; and what is buffered must have somewhere to go when Python ends.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+        elif not isinstance(error, OSError):
+            super().handleError(record)
+
+
 def setup(process: str, json_output: bool, level: str = "info") -> None:
     """Sends the log lines of this process to standard output. `level` is one of `LEVELS`.
 
@@ -90,7 +106,7 @@ def setup(process: str, json_output: bool, level: str = "info") -> None:
     # A line holds text of users and models; one that the terminal cannot spell must not raise.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    handler = logging.StreamHandler(sys.stdout)
+    handler = _Output(sys.stdout)
     handler.setFormatter(JsonFormatter(process) if json_output else ReadableFormatter(process))
     threshold = LEVELS[level]
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)

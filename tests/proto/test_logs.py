@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -99,3 +102,31 @@ def test_a_line_that_is_no_log_line_is_shown_whole(text: str, capsys: pytest.Cap
     assert logs.relay("shard", text, level=logging.WARNING) == text
     fields = json.loads(capsys.readouterr().out)
     assert (fields["level"], fields["process"], fields["message"]) == ("WARN", "shard", text)
+
+
+PROGRAM = """
+import logging, sys
+from headrace_proto import logs
+logs.setup("launcher", False)
+for number in range(2000):
+    logging.getLogger("headrace_launcher").warning("line %d", number)
+print("done", file=sys.stderr)
+"""
+
+
+def test_a_reader_that_has_gone_stops_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "done\n")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has this device")
+def test_a_full_disk_stops_nothing() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", PROGRAM]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    # The lines that are still in the buffer at the end are lost, which Python itself mentions.
+    assert done.stderr.startswith("done\n") and "Logging error" not in done.stderr
