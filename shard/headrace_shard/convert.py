@@ -6,18 +6,25 @@ import numpy as np
 from headrace_proto import shard_pb2 as pb
 
 from headrace_shard.batch import IntArray
-from headrace_shard.errors import InvalidStep
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.step import NewSequence, PromptLogprobs, Step, StepResult
 
 
 def from_step_request(request: pb.StepRequest, *, is_decode: bool) -> Step:
-    """The step a message asks for. Raises InvalidStep for sampling parameters out of range."""
+    """The step a message asks for. A new sequence that no values can express is in its `refused`."""
+    new_sequences: list[NewSequence] = []
+    refused: dict[int, str] = {}
+    for message in request.new_sequences:
+        try:
+            new_sequences.append(_new_sequence(message))
+        except ValueError as error:
+            refused[message.id] = str(error)
     return Step(
         id=request.step_id,
         is_decode=is_decode,
         dropped_ids=request.dropped_ids[:],
-        new_sequences=[_new_sequence(sequence) for sequence in request.new_sequences],
+        new_sequences=new_sequences,
+        refused=refused,
         ids=request.ids[:],
         num_tokens=_array(request.num_tokens),
         num_new_blocks=_array(request.num_new_blocks),
@@ -51,41 +58,38 @@ def _array(numbers: Any) -> IntArray:
 
 
 def _new_sequence(message: pb.NewSequence) -> NewSequence:
+    """Raises ValueError for sampling parameters out of range."""
     return NewSequence(
         id=message.id,
         token_ids=_array(message.token_ids),
         num_prompt_tokens=message.num_prompt_tokens,
         num_computed_tokens=message.num_computed_tokens,
-        sampling=_sampling(message),
+        sampling=_sampling(message.sampling),
         num_top=message.top_n_tokens,
         num_prompt_top=message.prompt_top_n_tokens if message.prompt_logprobs else None,
     )
 
 
-def _sampling(message: pb.NewSequence) -> SamplingParams:
-    sampling = message.sampling
-    if len(sampling.bias_token_ids) != len(sampling.bias_values):
-        raise InvalidStep(
-            f"sequence {message.id}: bias_token_ids and bias_values must be of one length, "
-            f"got {len(sampling.bias_token_ids)} and {len(sampling.bias_values)}"
+def _sampling(message: pb.SamplingParams) -> SamplingParams:
+    if len(message.bias_token_ids) != len(message.bias_values):
+        raise ValueError(
+            "bias_token_ids and bias_values must be of one length, "
+            f"got {len(message.bias_token_ids)} and {len(message.bias_values)}"
         )
-    try:
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            seed=sampling.seed,
-            logit_bias=tuple(zip(sampling.bias_token_ids, sampling.bias_values, strict=True)),
-            min_new_tokens=sampling.min_new_tokens,
-            suppressed_token_ids=tuple(sampling.suppressed_token_ids),
-        )
-    except ValueError as error:
-        raise InvalidStep(f"sequence {message.id}: {error}") from error
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        typical_p=message.typical_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        seed=message.seed,
+        logit_bias=tuple(zip(message.bias_token_ids, message.bias_values, strict=True)),
+        min_new_tokens=message.min_new_tokens,
+        suppressed_token_ids=tuple(message.suppressed_token_ids),
+    )
 
 
 def _prompt_logprobs(part: PromptLogprobs) -> pb.PromptLogprobs:

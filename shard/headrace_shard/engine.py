@@ -3,8 +3,9 @@
 Whoever calls makes sure that one call runs at a time. The life of a sequence in a shard:
 
     unknown ──new in a step──► held ──dropped or cleared──► unknown
-                                │                              ▲
-                                └──it or its step fails──► failed ──named as dropped or new, cleared──┘
+       │                        │                              ▲
+       │                        └──it or its step fails──► failed ──named as dropped or new, cleared──┘
+       └──new, but wrong by itself─────────────────────────► failed
 
 A failed sequence is forgotten, but for its name and the reason: a step that was sent before the router could
 read of the failure may still name it, and is told the reason again instead of being refused as a whole.
@@ -113,7 +114,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult:
-        """Execute a step.
+        """Execute a step. A new sequence that cannot be taken in is one of the result's errors.
 
         Raises InvalidStep or NotWarm with nothing changed. Raises OutOfMemory or ShardError when the
         computation fails; then the step's sequences are dropped, all others unharmed.
@@ -125,9 +126,14 @@ class Engine:
         check_lengths(step)
         if self._failed:
             step = self._report_failed(step, result)
-        check(step, self._batch, self._limits)
+        refused = check(step, self._batch, self._limits)
         try:
-            self._keep(step)
+            if refused:
+                step = step.without(refused)
+            self.drop(step.dropped_ids)
+            self._fail(refused, result)
+            for sequence in step.new_sequences:
+                self._add(sequence)
             if step.ids:
                 self._execute(step, result)
         except Exception as error:  # the edge of one step: whatever went wrong in it, the shard lives
@@ -157,19 +163,13 @@ class Engine:
 
     def _report_failed(self, step: Step, result: StepResult) -> Step:
         """Tell again why sequences of the step had failed; gives the step without them."""
-        restarted = {*step.dropped_ids, *(sequence.id for sequence in step.new_sequences)}
+        new = (sequence.id for sequence in step.new_sequences)
+        restarted = {*step.dropped_ids, *new, *step.refused}
         named = {number for number in step.ids if number in self._failed and number not in restarted}
         if not named:
             return step
         result.errors = [(number, self._failed[number]) for number in step.ids if number in named]
         return step.without(named)
-
-    def _keep(self, step: Step) -> None:
-        """Forget whom the step drops, take in whom it brings."""
-        if step.dropped_ids:
-            self.drop(step.dropped_ids)
-        for sequence in step.new_sequences:
-            self._add(sequence)
 
     def _add(self, sequence: NewSequence) -> None:
         self._failed.pop(sequence.id, None)
@@ -217,9 +217,7 @@ class Engine:
         watch.mark()
         result.forward_seconds, result.sample_seconds = watch.seconds()
         batch.advance(rows, step.num_tokens, sampled_rows)
-        if failed:
-            self._fail(failed, NOT_FINITE)
-            result.errors += [(number, NOT_FINITE) for number in failed]
+        self._fail(dict.fromkeys(failed, NOT_FINITE), result)
 
     def _sampling_for(self, ids: list[int]) -> SamplingBatch:
         """What the sampler needs of the sequences `ids`, kept for as long as the same ones sample."""
@@ -227,15 +225,20 @@ class Engine:
             self._sampling_batch = ids, SamplingBatch([self._sampling_of[number] for number in ids])
         return self._sampling_batch[1]
 
-    def _fail(self, ids: list[int], reason: str) -> None:
-        self.drop(ids)
-        self._failed.update(dict.fromkeys(ids, reason))
+    def _fail(self, reasons: dict[int, str], result: StepResult) -> None:
+        """Sequences that fail by themselves."""
+        self._forget_failed(reasons)
+        result.errors += reasons.items()
+
+    def _forget_failed(self, reasons: dict[int, str]) -> None:
+        self.drop(reasons)
+        self._failed.update(reasons)
         for number in list(self._failed)[: max(0, len(self._failed) - _MAX_FAILED)]:
             del self._failed[number]
 
     def _fail_step(self, step: Step, error: Exception) -> ShardError:
         """Drop the step's sequences, for nobody knows how far they are; gives the error for the router."""
-        self._fail(step.ids, f"the step before failed: {error}")
+        self._forget_failed(dict.fromkeys(step.ids, f"the step before failed: {error}"))
         num_tokens = int(step.num_tokens.sum())
         what = f"a step of {num_tokens} tokens in {len(step.ids)} sequences"
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):

@@ -35,6 +35,8 @@ class Step:
     """Promised to hold one token each of known sequences."""
     dropped_ids: list[int]
     new_sequences: list[NewSequence]
+    refused: dict[int, str]
+    """Further new sequences, which cannot be expressed as values, and why; scheduled like the others."""
     ids: list[int]
     num_tokens: IntArray
     """[S]."""
@@ -44,10 +46,12 @@ class Step:
     """[B]."""
 
     def without(self, ids: Container[int]) -> "Step":
-        """The same step, with these known sequences not scheduled."""
+        """The same step, with these sequences neither brought nor scheduled."""
         kept = np.array([number not in ids for number in self.ids], dtype=bool)
         return replace(
             self,
+            new_sequences=[sequence for sequence in self.new_sequences if sequence.id not in ids],
+            refused={number: reason for number, reason in self.refused.items() if number not in ids},
             ids=[number for number in self.ids if number not in ids],
             num_tokens=self.num_tokens[kept],
             num_new_blocks=self.num_new_blocks[kept],

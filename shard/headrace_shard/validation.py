@@ -1,8 +1,11 @@
 """Whether a step fits what the shard holds; asked before anything of it is executed. Changes nothing.
 
-A step that passes cannot fail for its contents any more, so that a refused one leaves the shard as it was.
+What is wrong with a new sequence by itself concerns that sequence alone; what contradicts the shard or the
+rest of the step concerns the whole step, which then leaves the shard as it was. What passes cannot fail for
+its contents any more.
 """
 
+from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,24 +39,31 @@ def check_lengths(step: Step) -> None:
         raise InvalidStep(f"num_new_blocks adds up to {granted}, but new_blocks has {len(step.new_blocks)}")
 
 
-def check(step: Step, batch: Batch, limits: StepLimits) -> None:
-    """Raises InvalidStep, with the first thing that is wrong, unless the step can be executed on `batch`.
+def check(step: Step, batch: Batch, limits: StepLimits) -> dict[int, str]:
+    """Gives the new sequences that cannot be taken in, and why; without them the step can be executed.
 
-    The lengths of its lists have been checked.
+    Raises InvalidStep, with the first thing that is wrong, if it cannot. The lengths of its lists have been
+    checked.
     """
     arriving = {sequence.id: sequence for sequence in step.new_sequences}
-    if len(arriving) != len(step.new_sequences):
+    new = arriving.keys() | step.refused.keys()
+    if len(new) != len(step.new_sequences) + len(step.refused):
         raise InvalidStep("a new sequence is given twice in new_sequences")
-    _check_names(step, batch, arriving)
-    for sequence in step.new_sequences:
-        _check_new(sequence, limits)
-    if not step.ids:
-        return
-    held = _Held(step, batch, arriving)
-    _check_counts(step, held, limits)
-    _check_blocks(step, held, batch.block_size, limits)
-    if step.is_decode and (arriving or int(step.num_tokens.max()) > 1):
+    _check_names(step, batch, new)
+    if step.is_decode and (new or (step.num_tokens > 1).any()):
         raise InvalidStep("Decode takes known sequences with one token each; send this step as Prefill")
+    refused = dict(step.refused)
+    for sequence in step.new_sequences:
+        fault = _fault(sequence, limits)
+        if fault is not None:
+            refused[sequence.id] = fault
+    if refused:
+        step = step.without(refused)
+    if step.ids:
+        held = _Held(step, batch, arriving)
+        _check_counts(step, held, limits)
+        _check_blocks(step, held, batch.block_size, limits)
+    return refused
 
 
 class _Held:
@@ -76,58 +86,56 @@ class _Held:
                     self.num_blocks[index] = 0
 
 
-def _check_names(step: Step, batch: Batch, arriving: dict[int, NewSequence]) -> None:
+def _check_names(step: Step, batch: Batch, new: Set[int]) -> None:
     scheduled = set(step.ids)
     if len(scheduled) != len(step.ids):
         twice = next(number for number in step.ids if step.ids.count(number) > 1)
         raise InvalidStep(f"sequence {twice} is scheduled twice")
     dropped = set(step.dropped_ids)
-    again = next((number for number in arriving if number in batch.row_of and number not in dropped), None)
+    again = next((number for number in new if number in batch.row_of and number not in dropped), None)
     if again is not None:
         raise InvalidStep(f"sequence {again} is sent as new, but the shard holds it; drop it first")
-    unscheduled = arriving.keys() - scheduled
+    unscheduled = new - scheduled
     if unscheduled:
         raise InvalidStep(f"sequence {min(unscheduled)} is new, but not scheduled")
-    unknown = scheduled.difference(arriving).difference(
-        batch.row_of.keys() - dropped if dropped else batch.row_of
-    )
+    unknown = scheduled.difference(new).difference(batch.row_of.keys() - dropped if dropped else batch.row_of)
     if unknown:
         raise InvalidStep(f"sequence {min(unknown)} is not known to the shard; send it as a new one")
 
 
-def _check_new(sequence: NewSequence, limits: StepLimits) -> None:
-    where = f"sequence {sequence.id}"
+def _fault(sequence: NewSequence, limits: StepLimits) -> str | None:
+    """What is wrong with a new sequence by itself."""
     count = len(sequence.token_ids)
     if not 1 <= sequence.num_prompt_tokens <= count:
-        raise InvalidStep(
-            f"{where}: num_prompt_tokens must be from 1 to the number of token_ids ({count}), "
+        return (
+            f"num_prompt_tokens must be from 1 to the number of token_ids ({count}), "
             f"got {sequence.num_prompt_tokens}"
         )
     if sequence.num_computed_tokens >= count:
-        raise InvalidStep(
-            f"{where}: num_computed_tokens must leave one of its {count} tokens to compute, "
+        return (
+            f"num_computed_tokens must leave one of its {count} tokens to compute, "
             f"got {sequence.num_computed_tokens}"
         )
+    if count > limits.max_positions:
+        return f"a context of {count} tokens is over the model's {limits.max_positions}"
     params = sequence.sampling
-    _check_token_ids(f"{where}: token_ids", sequence.token_ids, limits)
-    biased = np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)
-    _check_token_ids(f"{where}: bias_token_ids", biased, limits)
-    suppressed = np.array(params.suppressed_token_ids, dtype=np.int64)
-    _check_token_ids(f"{where}: suppressed_token_ids", suppressed, limits)
+    for name, token_ids in (
+        ("token_ids", sequence.token_ids),
+        ("bias_token_ids", np.array([token_id for token_id, _ in params.logit_bias], dtype=np.int64)),
+        ("suppressed_token_ids", np.array(params.suppressed_token_ids, dtype=np.int64)),
+    ):
+        if len(token_ids) and int(token_ids.max()) >= limits.vocab_size:
+            return (
+                f"{name}: token ids must be below the vocabulary size {limits.vocab_size}, "
+                f"got {int(token_ids.max())}"
+            )
     for name, number in (
         ("top_n_tokens", sequence.num_top),
         ("prompt_top_n_tokens", sequence.num_prompt_top),
     ):
         if number is not None and number > limits.vocab_size:
-            raise InvalidStep(f"{where}: {name} must be at most {limits.vocab_size}, got {number}")
-
-
-def _check_token_ids(where: str, token_ids: IntArray, limits: StepLimits) -> None:
-    if len(token_ids) and int(token_ids.max()) >= limits.vocab_size:
-        raise InvalidStep(
-            f"{where}: token ids must be below the vocabulary size {limits.vocab_size}, "
-            f"got {int(token_ids.max())}"
-        )
+            return f"{name} must be at most {limits.vocab_size}, got {number}"
+    return None
 
 
 def _check_counts(step: Step, held: _Held, limits: StepLimits) -> None:

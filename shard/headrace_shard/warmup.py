@@ -77,6 +77,7 @@ def largest_step(
         is_decode=False,
         dropped_ids=[],
         new_sequences=sequences,
+        refused={},
         ids=list(range(len(lengths))),
         num_tokens=lengths,
         num_new_blocks=num_blocks,
