@@ -3,7 +3,7 @@
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
 
-from headrace_router.api import operations, tgi
+from headrace_router.api import operations, tgi, tokenizing
 from headrace_router.api.chat import chat_completions
 from headrace_router.api.completions import completions
 from headrace_router.api.endpoint import Endpoint, GetHandler, PostHandler, not_found
@@ -32,9 +32,9 @@ def create_app(service: Service) -> ASGIApp:
         inference("/generate_stream", tgi.generate_stream),
         inference("/", tgi.compat_generate, get=operations.health),
         inference("/invocations", invocations),
-        helper("/tokenize", tgi.tokenize),
-        helper("/chat_tokenize", tgi.chat_tokenize),
-        helper("/detokenize", tgi.detokenize),
+        helper("/tokenize", tokenizing.tokenize),
+        helper("/chat_tokenize", tokenizing.chat_tokenize),
+        helper("/detokenize", tokenizing.detokenize),
         operation("/v1/models", models),
         operation("/v1/models/{id:path}", model),
         operation("/info", operations.info),

@@ -1,4 +1,4 @@
-"""The native face: /generate, /generate_stream, / and the tokenize routes, as Text Generation Inference."""
+"""The native face: /generate, /generate_stream and /, as Text Generation Inference."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,6 @@ from headrace_router.errors import HeadraceError
 from headrace_router.scheduling.request import Request
 from headrace_router.schemas import tgi
 from headrace_router.schemas.decode import decode
-from headrace_router.schemas.openai import ChatRequest
-from headrace_router.text.tokenizer import Encoding
 
 
 def _error_body(error: HeadraceError) -> bytes:
@@ -51,27 +49,6 @@ async def compat_generate(service: Service, exchange: Exchange, body: bytes) -> 
     else:
         answer, headers = await _answer(service, exchange, request, full_text=True)
         await exchange.answer_json([answer], headers)
-
-
-async def tokenize(service: Service, exchange: Exchange, body: bytes) -> None:
-    """POST /tokenize: the tokens of `inputs`, special ones that the tokenizer adds included."""
-    text = decode(body, tgi.TokenizeRequest).inputs
-    encoding = await service.validator.tokenize(text)
-    await exchange.answer_json(_simple_tokens(text, encoding))
-
-
-async def chat_tokenize(service: Service, exchange: Exchange, body: bytes) -> None:
-    """POST /chat_tokenize: the prompt that a chat would be answered from, and its tokens."""
-    text, encoding = await service.validator.chat_tokenize(decode(body, ChatRequest))
-    await exchange.answer_json(
-        tgi.ChatTokenizeResponse(tokenize_response=_simple_tokens(text, encoding), templated_text=text)
-    )
-
-
-async def detokenize(service: Service, exchange: Exchange, body: bytes) -> None:
-    """POST /detokenize: the text of `ids`, special tokens left out."""
-    ids = decode(body, tgi.DetokenizeRequest).ids
-    await exchange.answer_json(tgi.DetokenizeResponse(text=await service.validator.detokenize(ids)))
 
 
 def _full_text_prefix(parameters: tgi.GenerateParameters, prompt: str, full_text: bool) -> str:
@@ -189,14 +166,3 @@ def _all_top_tokens(one: Whole) -> list[list[tgi.Token]] | msgspec.UnsetType:
 
 def _prefill(one: Whole) -> list[tgi.PrefillToken]:
     return [tgi.PrefillToken(id=token.id, text=token.text, logprob=token.logprob) for token in one.prompt]
-
-
-def _simple_tokens(text: str, encoding: Encoding) -> list[tgi.SimpleToken]:
-    """Tokens with their places in bytes, as TGI gives them; the tokenizer counts characters."""
-    starts = [0]
-    for character in text:
-        starts.append(starts[-1] + len(character.encode()))
-    return [
-        tgi.SimpleToken(id=token_id, text=text[start:stop], start=starts[start], stop=starts[stop])
-        for token_id, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True)
-    ]

@@ -5,7 +5,7 @@ In a response `None` is written as null and `UNSET` leaves the key out. Ranges a
 
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Raw, Struct, UnsetType
 
 
 class GenerateParameters(Struct, frozen=True, kw_only=True):
@@ -129,7 +129,7 @@ class StreamResponse(Struct, kw_only=True):
     details: StreamDetails | None = None
 
 
-class SimpleToken(Struct, kw_only=True):
+class SimpleToken(Struct, kw_only=True, gc=False):
     """A token of `/tokenize`."""
 
     id: int
@@ -143,7 +143,8 @@ class SimpleToken(Struct, kw_only=True):
 class ChatTokenizeResponse(Struct, kw_only=True):
     """Answer of `/chat_tokenize`."""
 
-    tokenize_response: list[SimpleToken]
+    tokenize_response: Raw
+    """A list of `SimpleToken`, encoded."""
     templated_text: str
 
 

@@ -148,26 +148,3 @@ def test_characters_of_several_tokens_are_never_halved(router: RunningRouter) ->
     assert not any("\ufffd" in json.dumps(event, ensure_ascii=False) for event in events)
     assert events[-1]["generated_text"] == "a水🌊b"
     assert "".join(event["token"]["text"] for event in events[:-1]) == "a水🌊b"
-
-
-def test_tokenize_counts_bytes(router: RunningRouter) -> None:
-    text = "水 the wheel"
-    tokens = router.post("/tokenize", {"inputs": text, "parameters": {"truncate": 0}}).json()
-    assert list(tokens[0]) == ["id", "text", "start", "stop"]
-    assert tokens[-1]["stop"] == len(text.encode())
-    assert all(token["text"] == text.encode()[token["start"] : token["stop"]].decode() for token in tokens)
-
-
-def test_chat_tokenize_shows_the_prompt(router: RunningRouter) -> None:
-    answer = router.post("/chat_tokenize", {"messages": [{"role": "user", "content": "hi"}]}).json()
-    assert list(answer) == ["tokenize_response", "templated_text"]
-    assert answer["templated_text"] == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_detokenize_is_the_way_back(router: RunningRouter) -> None:
-    ids = [token["id"] for token in router.post("/tokenize", {"inputs": "the wheel"}).json()]
-    assert router.post("/detokenize", {"ids": [*ids, 2]}).json() == {"text": "the wheel"}
-    response = router.post("/detokenize", {})
-    assert response.status_code == 422 and "ids" in response.json()["error"]
-    assert router.post("/detokenize", {"ids": [10**9]}).status_code == 422
-    assert router.post("/detokenize", {"ids": [-1]}).status_code == 422
