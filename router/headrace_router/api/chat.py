@@ -2,23 +2,20 @@
 
 from collections.abc import Iterable, Iterator
 
-from msgspec import UNSET
-
-from headrace_router.api.exchange import Exchange, Service, encoder
-from headrace_router.api.generations import answer_headers, merged, stream_headers, submitted, whole
+from headrace_router.api.exchange import Exchange, Service
+from headrace_router.api.generations import admitted, answer_headers, answers, submitted
 from headrace_router.api.openai import (
     SYSTEM_FINGERPRINT,
+    StreamWriter,
     answered_model,
     finish_reason,
-    includes_usage,
     new_id,
     now,
-    shown,
     slowest,
     usage,
+    visible,
 )
-from headrace_router.api.sse import EventStream, frame
-from headrace_router.engine import Finish, Output, OutputToken, TopToken
+from headrace_router.engine import Output, OutputToken, TopToken
 from headrace_router.schemas import openai
 from headrace_router.schemas.decode import decode
 from headrace_router.text.tokenizer import Tokenizer
@@ -40,11 +37,10 @@ def _num_choices(request: openai.ChatRequest, service: Service) -> int:
 
 async def _answer(service: Service, exchange: Exchange, request: openai.ChatRequest) -> None:
     num_choices = _num_choices(request, service)
-    with service.engine.admit(num_choices):
+    with admitted(service, num_choices, "n"):
         job = await service.validator.chat(request)
         with submitted(service, exchange, [job], num_choices) as running:
-            wholes = [await whole(one) for one in running]
-    finishes = [one.finish for one in wholes]
+            ended = await answers(running)
     answer = openai.ChatCompletion(
         id=new_id("chatcmpl"),
         created=now(),
@@ -57,14 +53,14 @@ async def _answer(service: Service, exchange: Exchange, request: openai.ChatRequ
                 logprobs=_logprobs(service.tokenizer, one.tokens) if request.logprobs else None,
                 finish_reason=finish_reason(one.finish),
             )
-            for index, one in enumerate(wholes)
+            for index, one in enumerate(ended)
         ],
-        usage=usage(len(job.request.prompt_ids), finishes),
+        usage=usage(len(job.request.prompt_ids), [one.finish.num_generated for one in ended]),
     )
     headers = answer_headers(
         service,
         exchange,
-        [slowest(wholes)],
+        [slowest(ended)],
         num_characters=len(job.prompt),
         num_generated=answer.usage.completion_tokens,
     )
@@ -73,73 +69,43 @@ async def _answer(service: Service, exchange: Exchange, request: openai.ChatRequ
 
 async def _stream(service: Service, exchange: Exchange, request: openai.ChatRequest) -> None:
     num_choices = _num_choices(request, service)
-    with service.engine.admit(num_choices):
+    with admitted(service, num_choices, "n"):
         job = await service.validator.chat(request)
-        events = _Events(service, request)
-        headers = stream_headers(service, len(job.prompt))
-        with submitted(service, exchange, [job], num_choices) as running:
-            async with EventStream(exchange, headers, service.config.keep_alive_seconds) as stream:
-                async for batch in merged(running):
-                    await stream.write(
-                        b"".join([event for index, output in batch for event in events.of(index, output)])
-                    )
-    await exchange.end(events.end(len(job.request.prompt_ids)) + exchange.face.stream_end)
-
-
-class _Events:
-    """The events of one chat stream. For each choice: the role, what is new of the text, the end."""
-
-    def __init__(self, service: Service, request: openai.ChatRequest) -> None:
-        self._tokenizer = service.tokenizer
-        self._with_logprobs = bool(request.logprobs)
-        self._with_usage = includes_usage(request.stream_options)
-        self._begun: set[int] = set()
-        self._finishes: list[Finish] = []
-        # One struct for all events of the stream: `id` and `created` never change, `choices` does.
-        self._chunk = openai.ChatCompletionChunk(
+        chunk = openai.ChatCompletionChunk(
             id=new_id("chatcmpl"),
             created=now(),
             model=answered_model(service, request.model),
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=[],
-            usage=None if self._with_usage else UNSET,
         )
+        deltas = _Deltas(service.tokenizer, with_logprobs=bool(request.logprobs))
+        writer = StreamWriter(service, exchange, request, [job], num_choices, chunk, deltas.of)
+        await writer.write()
+    await writer.end()
 
-    def of(self, index: int, output: Output) -> Iterator[bytes]:
-        """The events that an output of choice `index` brings about."""
+
+class _Deltas:
+    """What the events of one stream say. For each choice: the role, what is new of the text, the end."""
+
+    def __init__(self, tokenizer: Tokenizer, *, with_logprobs: bool) -> None:
+        self._tokenizer = tokenizer
+        self._with_logprobs = with_logprobs
+        self._begun: set[int] = set()
+
+    def of(self, index: int, output: Output) -> Iterator[openai.ChunkChoice]:
+        """What an output of choice `index` brings about."""
         if index not in self._begun:
             self._begun.add(index)
-            yield self._event(
-                openai.ChunkChoice(index=index, delta=openai.Delta(role="assistant", content=""))
-            )
+            yield openai.ChunkChoice(index=index, delta=openai.Delta(role="assistant", content=""))
         text = "".join([token.text for token in output.tokens])
         logprobs = _logprobs(self._tokenizer, output.tokens) if self._with_logprobs else None
         if text or (logprobs and logprobs.content):
-            yield self._event(
-                openai.ChunkChoice(index=index, delta=openai.Delta(content=text), logprobs=logprobs)
-            )
+            yield openai.ChunkChoice(index=index, delta=openai.Delta(content=text), logprobs=logprobs)
         if output.finish:
-            self._finishes.append(output.finish)
             # OpenAI's last delta is empty; TGI's users add up `content` without looking whether it is there.
-            yield self._event(
-                openai.ChunkChoice(
-                    index=index,
-                    delta=openai.Delta(content=""),
-                    finish_reason=finish_reason(output.finish),
-                )
+            yield openai.ChunkChoice(
+                index=index, delta=openai.Delta(content=""), finish_reason=finish_reason(output.finish)
             )
-
-    def end(self, num_prompt_tokens: int) -> bytes:
-        """The event with the usage, if it was asked for."""
-        if not self._with_usage:
-            return b""
-        self._chunk.choices = []
-        self._chunk.usage = usage(num_prompt_tokens, self._finishes)
-        return frame(encoder.encode(self._chunk))
-
-    def _event(self, choice: openai.ChunkChoice) -> bytes:
-        self._chunk.choices = [choice]
-        return frame(encoder.encode(self._chunk))
 
 
 def _logprobs(tokenizer: Tokenizer, tokens: Iterable[OutputToken]) -> openai.ChoiceLogprobs:
@@ -151,7 +117,7 @@ def _logprobs(tokenizer: Tokenizer, tokens: Iterable[OutputToken]) -> openai.Cho
                 bytes=_bytes(tokenizer, token.id, token.text),
                 top_logprobs=[_top_logprob(tokenizer, top, token) for top in token.top],
             )
-            for token in shown(tokens)
+            for token in visible(tokens)
         ]
     )
 

@@ -2,30 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 
-from msgspec import UNSET
-
-from headrace_router.api.exchange import Exchange, Service, encoder
-from headrace_router.api.generations import (
-    answer_headers,
-    best_of,
-    merged,
-    stream_headers,
-    submitted,
-    whole,
-)
+from headrace_router.api.exchange import Exchange, Service
+from headrace_router.api.generations import admitted, answer_headers, answers, best_of, submitted
 from headrace_router.api.openai import (
     SYSTEM_FINGERPRINT,
+    StreamWriter,
     answered_model,
     finish_reason,
-    includes_usage,
     new_id,
     now,
-    shown,
     slowest,
     usage,
+    visible,
 )
-from headrace_router.api.sse import EventStream, frame
-from headrace_router.engine import Finish, Output, OutputToken, PromptToken, TopToken
+from headrace_router.engine import Output, OutputToken, Permit, PromptToken, TopToken
 from headrace_router.schemas import openai
 from headrace_router.schemas.decode import decode
 from headrace_router.text.tokenizer import Tokenizer
@@ -41,21 +31,22 @@ async def completions(service: Service, exchange: Exchange, body: bytes) -> None
         await _answer(service, exchange, request)
 
 
-def _num_sequences(request: openai.CompletionRequest, num_copies: int, service: Service) -> int:
-    """For the permit, which is taken before numbers are checked."""
+def _admitted(service: Service, request: openai.CompletionRequest, num_copies: int) -> Permit:
+    """Taken before numbers are checked."""
     is_one = isinstance(request.prompt, str) or isinstance(next(iter(request.prompt), None), int)
     num_prompts = 1 if is_one else max(1, min(len(request.prompt), service.config.max_client_batch_size))
-    return num_prompts * min(num_copies, service.config.max_n)
+    param = "prompt" if num_copies == 1 else "n" if num_copies == request.n else "best_of"
+    return admitted(service, num_prompts * min(num_copies, service.config.max_n), param)
 
 
 async def _answer(service: Service, exchange: Exchange, request: openai.CompletionRequest) -> None:
     num_choices = max(1, request.n or 1)
     num_copies = max(num_choices, request.best_of or 1)
-    with service.engine.admit(_num_sequences(request, num_copies, service)):
+    with _admitted(service, request, num_copies):
         jobs = await service.validator.completion(request)
         with submitted(service, exchange, jobs, num_copies) as running:
-            wholes = [await whole(one) for one in running]
-    by_prompt = [wholes[start : start + num_copies] for start in range(0, len(wholes), num_copies)]
+            ended = await answers(running)
+    by_prompt = [ended[start : start + num_copies] for start in range(0, len(ended), num_copies)]
     choices: list[openai.CompletionChoice] = []
     for copies in by_prompt:
         for one in best_of(copies, num_choices)[:num_choices]:
@@ -75,13 +66,13 @@ async def _answer(service: Service, exchange: Exchange, request: openai.Completi
         model=answered_model(service, request.model),
         system_fingerprint=SYSTEM_FINGERPRINT,
         choices=choices,
-        usage=(used := usage(num_prompt_tokens, [one.finish for one in wholes])),
+        usage=(used := usage(num_prompt_tokens, [one.finish.num_generated for one in ended])),
     )
     headers = answer_headers(
         service,
         exchange,
         [slowest(copies) for copies in by_prompt],
-        num_characters=_num_characters(jobs),
+        num_characters=sum(len(job.prompt) for job in jobs),
         num_generated=used.completion_tokens,
     )
     await exchange.answer_json(answer, headers)
@@ -89,67 +80,36 @@ async def _answer(service: Service, exchange: Exchange, request: openai.Completi
 
 async def _stream(service: Service, exchange: Exchange, request: openai.CompletionRequest) -> None:
     num_copies = max(1, request.n or 1)
-    with service.engine.admit(_num_sequences(request, num_copies, service)):
+    with _admitted(service, request, num_copies):
         jobs = await service.validator.completion(request)
-        events = _Events(service, request, jobs, num_copies)
-        headers = stream_headers(service, _num_characters(jobs))
-        with submitted(service, exchange, jobs, num_copies) as running:
-            async with EventStream(exchange, headers, service.config.keep_alive_seconds) as stream:
-                async for batch in merged(running):
-                    await stream.write(
-                        b"".join([event for index, output in batch for event in events.of(index, output)])
-                    )
-    await exchange.end(events.end() + exchange.face.stream_end)
-
-
-def _num_characters(jobs: Sequence[Job]) -> int:
-    return sum(len(job.prompt) for job in jobs)
-
-
-class _Events:
-    """The events of one stream. For each choice: its prompt if echoed, what is new of the text, the end."""
-
-    def __init__(
-        self, service: Service, request: openai.CompletionRequest, jobs: Sequence[Job], num_copies: int
-    ) -> None:
-        self._with_usage = includes_usage(request.stream_options)
-        self._num_prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
-        self._finishes: list[Finish] = []
-        self._texts = [_Text(service.tokenizer, request, job) for job in jobs for _ in range(num_copies)]
-        # One struct for all events of the stream: `id` and `created` never change, `choices` does.
-        self._event_struct = openai.Completion(
+        event = openai.Completion(
             id=new_id("cmpl"),
             created=now(),
             model=answered_model(service, request.model),
             system_fingerprint=SYSTEM_FINGERPRINT,
             choices=[],
-            usage=None if self._with_usage else UNSET,
         )
+        parts = _Parts([_Text(service.tokenizer, request, job) for job in jobs for _ in range(num_copies)])
+        writer = StreamWriter(service, exchange, request, jobs, num_copies, event, parts.of)
+        await writer.write()
+    await writer.end()
 
-    def of(self, index: int, output: Output) -> Iterator[bytes]:
-        """The events that an output of choice `index` brings about."""
+
+class _Parts:
+    """What the events of one stream say. For each choice: its prompt if echoed, what is new, the end."""
+
+    def __init__(self, texts: "Sequence[_Text]") -> None:
+        self._texts = texts
+
+    def of(self, index: int, output: Output) -> Iterator[openai.CompletionChoice]:
+        """What an output of choice `index` brings about."""
         own = self._texts[index]
         text = own.take_prefix() + "".join([token.text for token in output.tokens])
         logprobs = own.logprobs(output.prompt or [], output.tokens)
         if text or (logprobs and logprobs.tokens):
-            yield self._event(openai.CompletionChoice(index=index, text=text, logprobs=logprobs))
+            yield openai.CompletionChoice(index=index, text=text, logprobs=logprobs)
         if output.finish:
-            self._finishes.append(output.finish)
-            yield self._event(
-                openai.CompletionChoice(index=index, text="", finish_reason=finish_reason(output.finish))
-            )
-
-    def end(self) -> bytes:
-        """The event with the usage, if it was asked for."""
-        if not self._with_usage:
-            return b""
-        self._event_struct.choices = []
-        self._event_struct.usage = usage(self._num_prompt_tokens, self._finishes)
-        return frame(encoder.encode(self._event_struct))
-
-    def _event(self, choice: openai.CompletionChoice) -> bytes:
-        self._event_struct.choices = [choice]
-        return frame(encoder.encode(self._event_struct))
+            yield openai.CompletionChoice(index=index, text="", finish_reason=finish_reason(output.finish))
 
 
 class _Text:
@@ -160,7 +120,7 @@ class _Text:
         self.prefix = job.prompt if request.echo else ""
         self._num_top = request.logprobs
         self._echo = self.prefix
-        self._offset = 0
+        self._offset = job.num_cut_chars if self.prefix else 0
 
     def take_prefix(self) -> str:
         """The prefix at the first call, nothing later."""
@@ -185,7 +145,7 @@ class _Text:
                 self._offset += 0 if at < 0 else len(one.text)
             if prompt:
                 self._offset = len(self._echo)
-        for token in shown(tokens):
+        for token in visible(tokens):
             self._add(found, token.text, token.logprob, self._top(token.top, token))
             self._offset += len(token.text)
         return found

@@ -1,15 +1,21 @@
-"""From jobs to generations: copies with their own seeds, whole answers, streams merged, times as headers."""
+"""From jobs to generations: room, copies with their own seeds, whole answers, streams merged, headers.
+
+Of several generations that one request asks for, the first that fails ends all: an answer has one status, and
+an error event of a stream names no choice.
+"""
 
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headrace_router.api.exchange import Exchange, HeaderList, Service
-from headrace_router.engine import Finish, Generation, Output, OutputToken, PromptToken, Timings
+from headrace_router.engine import Finish, Generation, Output, OutputToken, Permit, PromptToken, Timings
 from headrace_router.errors import HeadraceError
 from headrace_router.scheduling.request import Request
+from headrace_router.schemas.decode import invalid
 from headrace_router.validation import Job
 
 MAX_SEED = 2**64
@@ -26,7 +32,7 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whole:
+class Answer:
     """A generation that has ended."""
 
     job: Job
@@ -41,6 +47,19 @@ class Whole:
     def mean_logprob(self) -> float:
         """What `best_of` compares."""
         return sum(token.logprob for token in self.tokens) / max(len(self.tokens), 1)
+
+
+def admitted(service: Service, num_sequences: int, param: str) -> Permit:
+    """Room for what one request asks for. Raises as `Engine.admit`, and `ValidationError`, naming `param`,
+    for more than there will ever be: to try again would be in vain."""
+    most = service.config.max_concurrent_requests
+    if num_sequences > most:
+        raise invalid(
+            f"`{param}` asks for {num_sequences} answers at once. This server computes at most {most} "
+            "(`--max-concurrent-requests`)",
+            param,
+        )
+    return service.engine.admit(num_sequences)
 
 
 def copies(request: Request, num_copies: int) -> list[Request]:
@@ -72,8 +91,21 @@ def submitted(
             one.generation.cancel()
 
 
-async def whole(running: Running) -> Whole:
-    """Waits for the end of a generation."""
+async def answers(running: Sequence[Running]) -> list[Answer]:
+    """Waits for the ends of all generations. Raises the first error that one of them raises.
+
+    All are read at once, for it is the reader who finds a stop string and ends the sequence.
+    """
+    if len(running) == 1:
+        return [await _answer(running[0])]
+    readers = [asyncio.create_task(_answer(one)) for one in running]
+    try:
+        return await asyncio.gather(*readers)
+    finally:
+        await _cancelled(readers)
+
+
+async def _answer(running: Running) -> Answer:
     generation = running.generation
     tokens: list[OutputToken] = []
     prompt: list[PromptToken] = []
@@ -84,7 +116,7 @@ async def whole(running: Running) -> Whole:
         finish = output.finish
     if finish is None:
         raise HeadraceError("Incomplete generation")
-    return Whole(
+    return Answer(
         job=running.job,
         request=running.request,
         tokens=tokens,
@@ -94,17 +126,18 @@ async def whole(running: Running) -> Whole:
     )
 
 
-def best_of(wholes: Sequence[Whole], num_best: int = 1) -> list[Whole]:
+def best_of(candidates: Sequence[Answer], num_best: int = 1) -> list[Answer]:
     """The `num_best` of highest mean log-probability first, then the others; each part in its old order."""
-    ranked = sorted(range(len(wholes)), key=lambda index: -wholes[index].mean_logprob)  # Stable.
+    ranked = sorted(range(len(candidates)), key=lambda index: -candidates[index].mean_logprob)  # Stable.
     best = sorted(ranked[:num_best])
-    return [wholes[index] for index in [*best, *sorted(set(ranked) - set(best))]]
+    return [candidates[index] for index in [*best, *sorted(set(ranked) - set(best))]]
 
 
-async def merged(running: Sequence[Running]) -> AsyncIterator[list[tuple[int, Output]]]:
+async def merged(running: Sequence[Running]) -> AsyncGenerator[list[tuple[int, Output]], None]:
     """Outputs with the index of their generation, as they come; those that are ready together come together.
 
-    Ends when all generations have ended; raises the first error that one of them raises.
+    Ends when all generations have ended. Raises the first error that one of them raises, after all that this
+    one had to say before.
     """
     if len(running) == 1:
         async for output in running[0].generation:
@@ -113,7 +146,7 @@ async def merged(running: Sequence[Running]) -> AsyncIterator[list[tuple[int, Ou
     ready: list[tuple[int, Output]] = []
     has_news = asyncio.Event()
 
-    async def pump(index: int, generation: Generation) -> None:
+    async def read(index: int, generation: Generation) -> None:
         try:
             async for output in generation:
                 ready.append((index, output))
@@ -121,22 +154,29 @@ async def merged(running: Sequence[Running]) -> AsyncIterator[list[tuple[int, Ou
         finally:
             has_news.set()
 
-    pumps = [asyncio.create_task(pump(index, one.generation)) for index, one in enumerate(running)]
+    pumps = [asyncio.create_task(read(index, one.generation)) for index, one in enumerate(running)]
     try:
-        while not (is_over := all(task.done() for task in pumps)) or ready:
-            if not is_over:
-                await has_news.wait()
-                has_news.clear()
-            for task in pumps:
-                if task.done():
-                    task.result()
+        while True:
+            # Before `ready` is taken: what a pump has put there before its end must not be left behind.
+            is_over = all(pump.done() for pump in pumps)
+            failed = next((pump for pump in pumps if pump.done() and pump.exception()), None)
             if ready:
                 batch, ready[:] = list(ready), []
                 yield batch
+            if failed is not None:
+                failed.result()
+            if is_over:
+                return
+            await has_news.wait()
+            has_news.clear()
     finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.wait(pumps)
+        await _cancelled(pumps)
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 def stream_headers(service: Service, num_characters: int) -> HeaderList:
@@ -150,7 +190,7 @@ def stream_headers(service: Service, num_characters: int) -> HeaderList:
 def answer_headers(
     service: Service,
     exchange: Exchange,
-    slowest: Sequence[Whole],
+    slowest: Sequence[Answer],
     *,
     num_characters: int,
     num_generated: int,

@@ -1,18 +1,26 @@
-"""What the routes of the OpenAI face share: errors, ids, names, log-probabilities; and /v1/models."""
+"""What the routes of the OpenAI face share: errors, ids, names, how a stream is written; and /v1/models."""
 
+import contextlib
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Generic, Protocol, TypeVar
 
 from headrace_proto import __version__
+from msgspec import UNSET, UnsetType
 
 from headrace_router.api.exchange import Exchange, Face, Service, encoder
-from headrace_router.api.generations import Whole
-from headrace_router.engine import Finish, OutputToken
+from headrace_router.api.generations import Answer, merged, stream_headers, submitted
+from headrace_router.api.sse import EventStream, frame
+from headrace_router.engine import Finish, Output, OutputToken
 from headrace_router.errors import HeadraceError, ModelNotFound
 from headrace_router.scheduling.request import FinishReason
 from headrace_router.schemas import openai
 from headrace_router.schemas.openai import BASE_MODEL_NAMES
+from headrace_router.validation import Job
+
+C = TypeVar("C")
+"""A choice in an event: `ChunkChoice` or `CompletionChoice`."""
 
 SYSTEM_FINGERPRINT = f"{__version__}-native"
 
@@ -75,8 +83,8 @@ def finish_reason(finish: Finish) -> str:
     return "length" if finish.reason is FinishReason.LENGTH else "stop"
 
 
-def usage(num_prompt_tokens: int, finishes: Iterable[Finish]) -> openai.Usage:
-    num_completion_tokens = sum(finish.num_generated for finish in finishes)
+def usage(num_prompt_tokens: int, num_generated: Iterable[int]) -> openai.Usage:
+    num_completion_tokens = sum(num_generated)
     return openai.Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
@@ -84,12 +92,12 @@ def usage(num_prompt_tokens: int, finishes: Iterable[Finish]) -> openai.Usage:
     )
 
 
-def slowest(wholes: Sequence[Whole]) -> Whole:
+def slowest(answers: Sequence[Answer]) -> Answer:
     """The one that ended last."""
-    return max(wholes, key=lambda one: one.timings.ended or 0.0)
+    return max(answers, key=lambda one: one.timings.ended or 0.0)
 
 
-def shown(tokens: Iterable[OutputToken]) -> list[OutputToken]:
+def visible(tokens: Iterable[OutputToken]) -> list[OutputToken]:
     """The tokens that the text is made of: no special ones, none behind a stop string.
 
     A token that ends inside a character has neither raw nor visible text, and is part of it.
@@ -97,5 +105,72 @@ def shown(tokens: Iterable[OutputToken]) -> list[OutputToken]:
     return [token for token in tokens if not token.is_special and (token.text or not token.raw)]
 
 
-def includes_usage(options: openai.StreamOptions | None) -> bool:
-    return options is not None and bool(options.include_usage)
+class Event(Protocol[C]):
+    """One struct for all events of a stream: `id` and `created` never change, these do."""
+
+    choices: list[C]
+    usage: openai.Usage | UnsetType | None
+
+
+class StreamWriter(Generic[C]):
+    """Writes `num_copies` answers to each job as one stream, each choice in an event of its own.
+
+    `choices_of` shapes what an output of choice `index` adds to the answer.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Exchange,
+        request: openai.SamplingRequest,
+        jobs: Sequence[Job],
+        num_copies: int,
+        event: Event[C],
+        choices_of: Callable[[int, Output], Iterable[C]],
+    ) -> None:
+        options = request.stream_options or openai.StreamOptions()
+        self._service = service
+        self._exchange = exchange
+        self._jobs = jobs
+        self._num_copies = num_copies
+        self._event = event
+        self._choices_of = choices_of
+        self._ends_with_usage = bool(options.include_usage)
+        self._tells_usage = bool(options.continuous_usage_stats)
+        self._num_prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
+        self._num_generated = [0] * (len(jobs) * num_copies)
+        """Of each choice, so far."""
+        event.usage = None if self._ends_with_usage else UNSET
+
+    async def write(self) -> None:
+        """All events of all choices; to be called under a permit."""
+        service = self._service
+        headers = stream_headers(service, sum(len(job.prompt) for job in self._jobs))
+        with submitted(service, self._exchange, self._jobs, self._num_copies) as running:
+            async with (
+                EventStream(self._exchange, headers, service.config.keep_alive_seconds) as stream,
+                contextlib.aclosing(merged(running)) as batches,
+            ):
+                async for batch in batches:
+                    frames = [data for index, output in batch for data in self._frames(index, output)]
+                    if frames:
+                        await stream.write(b"".join(frames))
+
+    async def end(self) -> None:
+        """The event with the usage, if it was asked for, and the end of the stream."""
+        last = b""
+        if self._ends_with_usage:
+            last = self._frame([], usage(self._num_prompt_tokens, self._num_generated))
+        await self._exchange.end(last + self._exchange.face.stream_end)
+
+    def _frames(self, index: int, output: Output) -> list[bytes]:
+        self._num_generated[index] += len(output.tokens)
+        if output.finish:
+            # Tokens behind a stop string were computed, and are never shown.
+            self._num_generated[index] = output.finish.num_generated
+        told = usage(self._num_prompt_tokens, self._num_generated) if self._tells_usage else self._event.usage
+        return [self._frame([choice], told) for choice in self._choices_of(index, output)]
+
+    def _frame(self, choices: list[C], told: openai.Usage | UnsetType | None) -> bytes:
+        self._event.choices, self._event.usage = choices, told
+        return frame(encoder.encode(self._event))

@@ -6,13 +6,14 @@ import msgspec
 
 from headrace_router.api.exchange import Exchange, Face, Service, encoder
 from headrace_router.api.generations import (
+    Answer,
     Running,
-    Whole,
+    admitted,
     answer_headers,
+    answers,
     best_of,
     stream_headers,
     submitted,
-    whole,
 )
 from headrace_router.api.sse import EventStream, frame
 from headrace_router.engine import OutputToken
@@ -62,10 +63,10 @@ async def _answer(
     """The answer and its headers. `full_text` is the default of `return_full_text`."""
     parameters = body.parameters or tgi.GenerateParameters()
     num_copies = max(1, parameters.best_of or 1)
-    with service.engine.admit(min(num_copies, service.config.max_best_of)):
+    with admitted(service, min(num_copies, service.config.max_best_of), "best_of"):
         job = await service.validator.generate(body, is_stream=False)
         with submitted(service, exchange, [job], num_copies) as running:
-            ranked = best_of([await whole(one) for one in running])
+            ranked = best_of(await answers(running))
     prefix = _full_text_prefix(parameters, job.prompt, full_text)
     best = ranked[0]
     answer = tgi.GenerateResponse(generated_text=prefix + best.finish.text)
@@ -115,7 +116,7 @@ async def _write_events(stream: EventStream, running: Running, prefix: str, *, w
             await stream.write(b"".join([frame(encoder.encode(event)) for event in events]))
 
 
-def _details(ranked: Sequence[Whole], prefix: str) -> tgi.Details:
+def _details(ranked: Sequence[Answer], prefix: str) -> tgi.Details:
     best, *losers = ranked
     details = tgi.Details(
         finish_reason=best.finish.reason.value,
@@ -158,11 +159,11 @@ def _top_tokens(token: OutputToken) -> list[tgi.Token]:
     ]
 
 
-def _all_top_tokens(one: Whole) -> list[list[tgi.Token]] | msgspec.UnsetType:
+def _all_top_tokens(one: Answer) -> list[list[tgi.Token]] | msgspec.UnsetType:
     if one.request.top_n_tokens == 0:
         return msgspec.UNSET
     return [_top_tokens(token) for token in one.tokens]
 
 
-def _prefill(one: Whole) -> list[tgi.PrefillToken]:
+def _prefill(one: Answer) -> list[tgi.PrefillToken]:
     return [tgi.PrefillToken(id=token.id, text=token.text, logprob=token.logprob) for token in one.prompt]

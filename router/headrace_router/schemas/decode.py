@@ -2,7 +2,7 @@
 
 Everything a body can be wrong in by itself ends here: syntax, encoding, depth, missing fields, wrong types.
 Unknown keys are ignored, `null` stands for an absent optional field, integers are never read from floats.
-Ranges, and what depends on the model or on settings, are the business of `validation.py`.
+Ranges, and what depends on the model or on settings, are the business of `validation/`.
 """
 
 import functools

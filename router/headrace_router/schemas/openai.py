@@ -2,7 +2,7 @@
 
 In a response `None` is written as null and `UNSET` leaves the key out. Fields that would change the answer
 and are not supported are declared here, so that they can be refused by name; fields without effect on the
-answer (`user`, `metadata`, `store`, …) are unknown keys and ignored. Ranges are checked in `validation.py`.
+answer (`user`, `metadata`, `store`, …) are unknown keys and ignored. Ranges are checked in `validation/`.
 """
 
 from typing import Any, Literal
@@ -101,6 +101,11 @@ class StreamOptions(Struct, frozen=True, kw_only=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
+    """The usage in an event of its own at the end."""
+    continuous_usage_stats: bool | None = None
+    """The usage so far in every event; an extension that vLLM has."""
+    include_obfuscation: bool | None = None
+    """Not supported: random text of random length in every event."""
 
 
 class SamplingRequest(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Bodies of the native face, TGI's: requests as they come, responses in TGI's order of keys.
 
-In a response `None` is written as null and `UNSET` leaves the key out. Ranges are checked in `validation.py`.
+In a response `None` is written as null and `UNSET` leaves the key out. Ranges are checked in `validation/`.
 """
 
 from typing import Any

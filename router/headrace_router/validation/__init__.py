@@ -9,7 +9,7 @@ text is tokenised and no template rendered on the event loop. Knows no HTTP, and
 import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from headrace_router.config import RouterConfig
@@ -37,6 +37,8 @@ class Job:
     options: OutputOptions
     prompt: str
     """The final text, before truncation."""
+    num_cut_chars: int = 0
+    """Leading characters of `prompt` whose tokens were cut off; 0 unless the prompt's tokens are shown."""
 
 
 class Validator:
@@ -208,7 +210,17 @@ class Validator:
         wanted = body.max_tokens
         if wanted is None:
             wanted = max(min(DEFAULT_COMPLETION_TOKENS, limits.max_total_tokens - len(ids)), 1)
-        return self._openai_job(body, "prompt", text, ids, wanted, limits)
+        job = self._openai_job(body, "prompt", text, ids, wanted, limits)
+        if truncate is None or not job.request.prompt_logprobs:
+            return job
+        return replace(job, num_cut_chars=self._num_cut_chars(prompt, len(ids)))
+
+    def _num_cut_chars(self, prompt: str | list[int], num_kept: int) -> int:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, add_special_tokens=True).offsets[-num_kept][0]
+        # A character that the cut goes through begins with the kept tokens.
+        cut = self._tokenizer.decode(prompt[:-num_kept], skip_special_tokens=False)
+        return len(cut.rstrip("\N{REPLACEMENT CHARACTER}"))
 
     def _openai_job(
         self, body: SamplingRequest, source: str, prompt: str, ids: list[int], wanted: int, limits: Limits

@@ -95,6 +95,7 @@ def _check_best_of(
 def check_openai(body: SamplingRequest, config: RouterConfig, limits: Limits) -> None:
     """What chat and completions have in common. Raises `ValidationError`."""
     check_supported(body)
+    _check_stream_options(body)
     _check_range("temperature", body.temperature, 0.0, 2.0)
     _check_common(body)
     _check_range("top_p", body.top_p, 0.0, 1.0)
@@ -252,6 +253,17 @@ def _check_common(given: GenerateParameters | SamplingRequest) -> None:
         value = getattr(given, name)
         if value is not None and not -2 <= value <= 2:
             raise invalid(f"`{name}` must be >= -2.0 and <= 2.0", name)
+
+
+def _check_stream_options(body: SamplingRequest) -> None:
+    options = body.stream_options
+    if options is None:
+        return
+    if not body.stream:
+        raise invalid("`stream_options` is allowed only with `stream: true`", "stream_options")
+    if options.include_obfuscation:
+        name = "stream_options.include_obfuscation"
+        raise invalid(f"`{name}` is not supported: leave it out or send false", name)
 
 
 def _check_filters(given: GenerateParameters | SamplingRequest) -> None:

@@ -62,9 +62,11 @@ def test_a_stream_opens_with_the_role_and_ends_with_the_reason(router: RunningRo
 
 
 def test_choices_of_a_stream_are_interleaved(router: RunningRouter) -> None:
-    body = CHAT | {"n": 2, "seed": 5, "max_tokens": 5, "stream_options": {"include_usage": True}}
+    body = CHAT | {"n": 2, "seed": 5, "max_tokens": 5}
     whole = router.post(PATH, body).json()
-    events = router.events(PATH, body | {"stream": True}, is_done=True)
+    events = router.events(
+        PATH, body | {"stream": True, "stream_options": {"include_usage": True}}, is_done=True
+    )
     usage = events.pop()
     assert usage["choices"] == [] and usage["usage"] == whole["usage"]
     assert all(event["usage"] is None for event in events)
@@ -145,3 +147,32 @@ def test_nulls_are_absent(router: RunningRouter) -> None:
     names = ("temperature", "top_p", "n", "seed", "stop", "stream", "stream_options", "logprobs", "tools")
     response = router.post(PATH, CHAT | dict.fromkeys(names) | {"max_tokens": 1})
     assert response.status_code == 200, response.text
+
+
+def test_usage_in_every_event_when_asked(router: RunningRouter) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False}
+    body = CHAT | {"n": 2, "max_tokens": 5, "stream": True}
+    events = router.events(PATH, body | {"stream_options": options}, is_done=True)
+    told = [event["usage"]["completion_tokens"] for event in events]
+    assert told == sorted(told) and told[0] < told[-1] == 10
+    assert events[-1]["choices"] == [] and events[-1]["usage"] == events[-2]["usage"]
+    events = router.events(PATH, body | {"stream_options": {"continuous_usage_stats": True}}, is_done=True)
+    assert events[-1]["choices"] and events[-1]["usage"]["completion_tokens"] == 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream_options": {}, "stream": False}, "stream_options"),
+        (
+            {"stream_options": {"include_obfuscation": True}, "stream": True},
+            "stream_options.include_obfuscation",
+        ),
+    ],
+)
+def test_stream_options_that_cannot_be_met(router: RunningRouter, fields: Any, param: str) -> None:
+    for path, body in ((PATH, CHAT), ("/v1/completions", {"prompt": "a"})):
+        response = router.post(path, body | fields)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param

@@ -3,6 +3,8 @@
 import itertools
 from typing import Any
 
+import pytest
+
 from tests.router.running import MODEL, RunningRouter
 
 PATH = "/v1/completions"
@@ -104,6 +106,20 @@ def test_a_prompt_can_be_scored(router: RunningRouter) -> None:
     assert choice["logprobs"]["top_logprobs"][0] is None
     assert all(logprob <= 0 for logprob in choice["logprobs"]["token_logprobs"][1:])
     assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+def test_offsets_of_a_prompt_that_was_cut(router: RunningRouter, is_text: bool) -> None:
+    """The text is whole, the tokens are the last ones. Its letters repeat, and a cut may go through the ✓."""
+    text = "水abab ✓abab"
+    encoding = router.service.tokenizer.encode(text, add_special_tokens=False)
+    assert len(encoding.ids) > len(text)
+    for num_kept in range(1, len(encoding.ids) + 2):
+        body: dict[str, Any] = {"prompt": text if is_text else encoding.ids, "echo": True, "max_tokens": 0}
+        body |= {"logprobs": 0, "truncate_prompt_tokens": num_kept}
+        (choice,) = router.post(PATH, body).json()["choices"]
+        assert choice["text"] == text
+        assert choice["logprobs"]["text_offset"] == [start for start, _ in encoding.offsets[-num_kept:]]
 
 
 def test_a_stream_of_echo_and_logprobs(router: RunningRouter) -> None:

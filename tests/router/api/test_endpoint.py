@@ -111,7 +111,9 @@ def test_one_too_many(keyed: RunningRouter) -> None:
     keyed.do(keyed.shard.gate.clear)
     headers = {b"authorization": "Bearer sécret".encode()}
     before = keyed.metric('tgi_request_failure{err="overloaded"}')
-    response = keyed.client.post("/v1/chat/completions", json=CHAT | {"n": 3}, headers=headers)
+    permit = keyed.do(keyed.service.engine.admit)
+    response = keyed.client.post("/v1/chat/completions", json=CHAT | {"n": 2}, headers=headers)
+    keyed.do(permit.release)
     assert response.status_code == 429
     assert response.headers["retry-after"] == "1"
     assert response.json()["error"]["type"] == "rate_limit_error"
