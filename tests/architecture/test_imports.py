@@ -3,11 +3,14 @@
 import-linter reads the code; this runs it, so it also sees what a dependency or a late import drags in.
 """
 
+import ast
 import importlib.util
 import subprocess
 import sys
 
 import pytest
+
+from tests.architecture.documents import ROOT
 
 PROGRAM = """
 import importlib, pkgutil, sys
@@ -25,6 +28,12 @@ names = [package] + [found.name for found in pkgutil.walk_packages(root.__path__
 for name in names:
     importlib.import_module(name)
 print(len(names))
+"""
+
+LOADS = """
+import sys
+import headrace_launcher.__main__
+print(*(name for name in sys.modules if name.startswith(("headrace_router", "headrace_shard"))))
 """
 
 WEB = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec")
@@ -52,3 +61,29 @@ def test_package_imports_without_what_it_must_not_know(package: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0
+
+
+def imported(text: str) -> set[str]:
+    """Every module that a source names in an import, at its top or not; `from a import b` names a.b."""
+    names = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            names |= {name.name for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{name.name}" for name in node.names}
+    return names
+
+
+def test_the_launcher_takes_from_the_other_processes_their_settings_alone() -> None:
+    sources = sorted((ROOT / "launcher/headrace_launcher").rglob("*.py"))
+    names = set().union(*(imported(path.read_text(encoding="utf-8")) for path in sources))
+    foreign = {name for name in names if name.startswith(("headrace_router", "headrace_shard"))}
+    assert foreign, "nothing was looked at"
+    assert [name for name in sorted(foreign) if name.split(".")[1:2] != ["config"]] == []
+
+
+def test_the_launcher_loads_of_the_other_processes_their_settings_alone() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOADS], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    packages = {"headrace_router", "headrace_shard"}
+    assert set(ended.stdout.split()) == packages | {f"{package}.config" for package in packages}
