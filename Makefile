@@ -53,7 +53,9 @@ run: $(STAMP)  ## serves the default model on port 3000 of this machine only (AR
 test: $(STAMP)  ## runs the tests that need no GPU (ARGS="..." for pytest's arguments)
 	@$(BIN)/pytest -m "not gpu" $(ARGS)
 
-test-gpu: $(STAMP)  ## runs the tests that need a CUDA device
+test-gpu: $(STAMP)  ## runs the tests that need a CUDA device, and fails where there is none
+	@$(BIN)/python -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null \
+	    || { echo "make test-gpu needs a CUDA device, and torch finds none on this machine" >&2; exit 1; }
 	@$(BIN)/pytest -m gpu $(ARGS)
 
 check: $(STAMP) check-proto  ## format, lint, types, import arrows, generated files, guard tests
@@ -85,5 +87,5 @@ format: $(STAMP)  ## formats the code
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## measures a running or a started server (ARGS="..." for bench's arguments)
+bench: $(STAMP)  ## measures a server that runs (ARGS="..." for bench's arguments)
 	@$(BIN)/python -m bench $(ARGS)
