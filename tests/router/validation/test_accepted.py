@@ -103,7 +103,7 @@ def check_can_run(job: Job) -> None:
     message = pb.StepRequest.FromString(to_step_request(step).SerializeToString())
     taken = from_step_request(message, is_decode=False)
     check_lengths(taken)
-    check(taken, Batch(torch.device("cpu"), LIMITS.block_size), SHARD_LIMITS)
+    assert check(taken, Batch(torch.device("cpu"), LIMITS.block_size), SHARD_LIMITS) == {}
 
 
 many = settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
