@@ -20,6 +20,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from headrace_proto import __version__
 from headrace_proto import shard_pb2 as pb
 from headrace_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 
@@ -98,6 +99,13 @@ class FakeShard(ShardServicer):
         self.sequence_error: Callable[[FakeSequence], str | None] = lambda sequence: None
         """A message fails the one sequence that would have got a token."""
         self.warmup_error: str | None = None
+        self.health_error: str | None = None
+        """While it is set, the device does not compute."""
+        self.info_errors: deque[str] = deque()
+        """Each fails one call of Info, as a program that is no shard would."""
+        self.measured_seconds: float | None = None
+        """What the largest step is said to have taken; None: `step_seconds`."""
+        self.version = __version__
         self.instance = uuid.uuid4().hex
         self.gate = asyncio.Event()
         """Steps wait while it is cleared."""
@@ -111,6 +119,8 @@ class FakeShard(ShardServicer):
     # ---- the service
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.InfoResponse:
+        if self.info_errors:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, self.info_errors.popleft())
         return pb.InfoResponse(
             model_type="llama",
             dtype="float32",
@@ -122,11 +132,13 @@ class FakeShard(ShardServicer):
             eos_token_ids=self.eos_token_ids,
             world_size=1,
             weight_bytes=1_000_000,
-            version="0",
+            version=self.version,
             instance=self.instance,
         )
 
     async def Health(self, request: pb.HealthRequest, context: Any) -> pb.HealthResponse:
+        if self.health_error is not None:
+            await context.abort(grpc.StatusCode.INTERNAL, self.health_error)
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: Any) -> pb.WarmupResponse:
@@ -140,7 +152,7 @@ class FakeShard(ShardServicer):
         return pb.WarmupResponse(
             num_blocks=num_blocks,
             block_bytes=1024,
-            step_seconds=self.step_seconds,
+            step_seconds=self.step_seconds if self.measured_seconds is None else self.measured_seconds,
             available_bytes=1024 * self.num_blocks,
         )
 

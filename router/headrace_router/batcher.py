@@ -11,20 +11,21 @@ sequence is told to its `Sink`.
 """
 
 import asyncio
-import contextlib
 import enum
 import itertools
 import logging
 import time
 from typing import Protocol
 
+from headrace_proto import __version__
+
 from headrace_router.config import RouterConfig
 from headrace_router.errors import (
-    ContextLengthExceeded,
     GenerationError,
     HeadraceError,
     LimitsError,
     Unavailable,
+    context_length_exceeded,
 )
 from headrace_router.meter import Meter
 from headrace_router.metrics import METHODS, Metrics
@@ -39,9 +40,12 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.25
 """Between two attempts to reach a shard."""
 
-
 REFUSED_SECONDS = 5.0
 """After a shard that came back with too little memory."""
+
+SLOWEST_STEP = 10.0
+"""No shard is given up before a step takes so many times what the largest one took at warm-up: that one has
+short contexts, and a machine of its own."""
 
 
 class ShardState(enum.Enum):
@@ -108,7 +112,7 @@ class Batcher:
             raise Unavailable("the server is not ready")
         sequence = Sequence(id=next(self._ids), request=request, arrived_at=now)
         if not self._scheduler.can_hold(sequence):
-            raise _too_long(request, self._scheduler.limits)
+            raise self._too_long(request)
         self._sinks[sequence.id] = sink
         self._scheduler.add(sequence)
         self._changed()
@@ -150,17 +154,13 @@ class Batcher:
 
     async def _connect(self, client: ShardClient) -> None:
         """Waits for a shard, warms it up and takes over what waits. Raises `Unavailable`, `LimitsError`."""
-        log.info("waiting for the shard at %s", self._config.shard)
-        while True:
-            with contextlib.suppress(Unavailable):
-                info = await client.info()
-                break
-            await asyncio.sleep(POLL_SECONDS)
+        info = await self._find(client)
         try:
             capacity = await client.warmup(plan(self._wanted, info))
         except GenerationError as error:
             raise LimitsError(f"the shard could not warm up: {error.message}") from error
         self.limits, self.rows = derive(self._wanted, info, capacity)
+        client.step_timeout_seconds = max(self._config.shard_timeout, SLOWEST_STEP * capacity.step_seconds)
         self.info = info
         scheduler = Scheduler(
             self.limits,
@@ -173,13 +173,32 @@ class Batcher:
             if scheduler.can_hold(sequence):
                 scheduler.add(sequence)
             else:
-                self._fail(sequence, _too_long(sequence.request, self.limits))
+                self._fail(sequence, self._too_long(sequence.request))
         self._loss = None
         self.state = ShardState.READY
         self._meter.ready(self.limits)
         self._changed()
         self.settled.set()
         log.info("the shard is ready: %s on %s", info.model_type, info.device)
+
+    async def _find(self, client: ShardClient) -> ShardInfo:
+        """Asks until a shard answers; one of another version is named in a warning."""
+        log.info("waiting for the shard at %s", self._config.shard)
+        told = None
+        while True:
+            try:
+                info = await client.info()
+                break
+            except Unavailable:
+                pass  # It is still starting.
+            except GenerationError as error:
+                if error.message != told:
+                    log.error("who answers at %s is no shard: %s", self._config.shard, error.message)
+                told = error.message
+            await asyncio.sleep(POLL_SECONDS)
+        if info.version != __version__:
+            log.warning("the shard runs headrace %s, and this router %s", info.version, __version__)
+        return info
 
     def _lose(self, error: Unavailable) -> None:
         was_ready, self.state = self.state is ShardState.READY, ShardState.CONNECTING
@@ -199,9 +218,15 @@ class Batcher:
         )
 
     def _refuse(self, error: LimitsError) -> None:
+        """Nobody knows when a shard will fit again: whoever waits for one is told."""
         log.error("%s", error)
-        if not self.settled.is_set():
+        if self._scheduler is None:
             self.failure = error
+            return
+        for sequence in self._scheduler.waiting:
+            self._scheduler.finish(sequence, FinishReason.FAILED)
+            self._fail(sequence, Unavailable("The model's process cannot serve any more, try again later"))
+        self._changed()
 
     async def _watch(self, client: ShardClient, instance: str) -> None:
         self._loss = await client.lost(instance)
@@ -264,9 +289,10 @@ class Batcher:
         self._changed()
         try:
             await client.clear()
+            await client.health()
             info = await client.info()
         except GenerationError as further:
-            raise Unavailable(f"the shard cannot be cleared: {further.message}") from further
+            raise Unavailable(f"the shard is not well after a failed step: {further.message}") from further
         assert self.info is not None
         if info.instance != self.info.instance:
             raise Unavailable("the shard was restarted")
@@ -309,6 +335,14 @@ class Batcher:
                 del self._sinks[sequence.id]
             sink.deliver(update, now)
 
+    def _too_long(self, request: Request) -> HeadraceError:
+        assert self.limits is not None
+        return context_length_exceeded(
+            num_prompt=len(request.prompt_ids),
+            num_new=request.max_new_tokens,
+            most=self.limits.max_total_tokens,
+        )
+
     def _fail(self, sequence: Sequence, error: HeadraceError) -> None:
         if (sink := self._sinks.pop(sequence.id, None)) is not None:
             sink.fail(error, time.monotonic())
@@ -318,13 +352,3 @@ class Batcher:
         assert self._scheduler is not None
         self._meter.levels(self._scheduler)
         self._wake.set()
-
-
-def _too_long(request: Request, limits: Limits) -> ContextLengthExceeded:
-    num_prompt, max_new = len(request.prompt_ids), request.max_new_tokens
-    return ContextLengthExceeded(
-        f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. "
-        f"Given: {num_prompt} `inputs` tokens and {max_new} `max_new_tokens`",
-        openai_message=f"This model's maximum context length is {limits.max_total_tokens} tokens. "
-        f"However, you requested {num_prompt + max_new} tokens.",
-    )

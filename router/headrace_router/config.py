@@ -92,7 +92,10 @@ class RouterSettings:
         tgi=True,
     )
     shard_timeout: float = setting(
-        60.0, help="Seconds after which a step without an answer means that the shard is frozen.", minimum=0.1
+        60.0,
+        help="Seconds after which a step without an answer means that the shard is frozen; ten times what "
+        "the largest step took at warm-up, if that is more.",
+        minimum=0.1,
     )
     json_output: bool = setting(False, help="Log lines are JSON objects.", tgi=True)
     log_level: str = setting(

@@ -24,6 +24,9 @@ A request's error has one message, in the words of the native face, and optional
 face. `api/tgi.py` and `api/openai.py` render it in the envelope of their face.
 """
 
+NATIVE_PREFIX = "Input validation error: "
+"""How the native face begins the message of every `ValidationError`."""
+
 
 class HeadraceError(Exception):
     """Root of the tree; also what an unforeseen fault of one request becomes."""
@@ -123,6 +126,22 @@ class ContextLengthExceeded(ValidationError):
     """Prompt and answer do not fit into the context."""
 
     code = "context_length_exceeded"
+
+
+def context_length_exceeded(
+    *, num_prompt: int, num_new: int, most: int, source: str = "prompt"
+) -> ContextLengthExceeded:
+    """For `num_prompt` tokens in the field `source` and `num_new` to generate, where `most` are possible."""
+    return ContextLengthExceeded(
+        f"{NATIVE_PREFIX}`inputs` tokens + `max_new_tokens` must be <= {most}. Given: {num_prompt} `inputs` "
+        f"tokens and {num_new} `max_new_tokens`",
+        param=source,
+        openai_message=(
+            f"This model's maximum context length is {most} tokens. However, you requested "
+            f"{num_prompt + num_new} tokens ({num_prompt} in the {source}, {num_new} in the completion). "
+            f"Please reduce the length of the {source} or completion."
+        ),
+    )
 
 
 class TemplateError(ValidationError):

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import pytest
+from headrace_router import batcher
 from headrace_router.batcher import ShardState
 from headrace_router.errors import ContextLengthExceeded, GenerationError, LimitsError, Unavailable
 from headrace_router.scheduling.request import FinishReason
@@ -76,7 +77,10 @@ def test_the_shard_is_asked_for_what_the_settings_say(address: str) -> None:
         assert (limits.num_blocks, limits.max_total_tokens) == (20, 100)
         assert harness.value("tgi_batch_max_total_tokens") == 320
         assert harness.value("headrace_shard_up") == 1
-        with pytest.raises(ContextLengthExceeded, match=r"must be <= 100\. Given: 90 `inputs` tokens and 11"):
+        with pytest.raises(
+            ContextLengthExceeded,
+            match=r"^Input validation error: .* must be <= 100\. Given: 90 `inputs` tokens and 11",
+        ):
             harness.submit(90, 11)
 
     settings = {"max_batch_prefill_tokens": 64, "max_batch_size": 8, "max_batch_total_tokens": 320}
@@ -198,7 +202,6 @@ def test_a_request_under_which_two_shards_die_fails(address: str) -> None:
     async def run() -> None:
         harness = Harness(address)
         async with harness.running():
-            await harness.until(lambda: True)
             sink = None
             for _ in range(2):
                 shard = FakeShard()
@@ -305,3 +308,90 @@ def test_stopping_fails_what_is_left(address: str) -> None:
         return sink
 
     assert isinstance(asyncio.run(run()).error, Unavailable)
+
+
+def test_a_program_that_is_no_shard_is_waited_out(
+    address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher, "POLL_SECONDS", 0.01)
+    shard = FakeShard()
+    shard.info_errors.extend(["what is that?"] * 3)
+
+    async def main(harness: Harness) -> None:
+        sink = harness.submit(6, 5)
+        await sink.over.wait()
+        assert sink.tokens == expected(6, 5)
+
+    _settle(address, shard, main)
+    assert [record.levelname for record in caplog.records if "what is that?" in record.message] == ["ERROR"]
+
+
+def test_a_step_may_take_ten_times_what_was_measured(address: str) -> None:
+    shard = FakeShard(step_seconds=0.3)
+    shard.measured_seconds = 2.0
+
+    async def main(harness: Harness) -> None:
+        sink = harness.submit(6, 2)
+        await sink.over.wait()
+        assert sink.tokens == expected(6, 2)
+
+    _settle(address, shard, main, shard_timeout=0.1)
+
+
+def test_a_shard_whose_device_does_not_compute_is_given_up(address: str) -> None:
+    shard = FakeShard(step_seconds=0.005)
+
+    async def main(harness: Harness) -> None:
+        sink = harness.submit(6, 400)
+        await harness.until(lambda: len(sink.tokens) > 1)
+        shard.health_error = "an illegal memory access"
+        await sink.over.wait()
+        assert isinstance(sink.error, Unavailable)
+        shard.health_error = None
+        await harness.until(lambda: len(shard.warmups) == 2)
+
+    _settle(address, shard, main)
+
+
+def test_a_step_that_fails_on_a_broken_device_gives_the_shard_up(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "WATCH_SECONDS", 60.0)
+    shard = FakeShard(step_seconds=0.005)
+
+    async def main(harness: Harness) -> None:
+        sink = harness.submit(6, 400)
+        await harness.until(lambda: len(sink.tokens) > 1)
+        shard.health_error = "an illegal memory access"
+        shard.step_errors.append((grpc.StatusCode.INTERNAL, "an illegal memory access"))
+        await sink.over.wait()
+        await harness.until(lambda: len(shard.warmups) == 2)
+
+    _settle(address, shard, main)
+
+
+def test_a_shard_that_comes_back_too_small_leaves_nobody_waiting(address: str) -> None:
+    async def run() -> None:
+        harness = Harness(address, max_batch_size=1, max_total_tokens=400)
+        async with harness.running():
+            async with serving(FakeShard(step_seconds=0.005), address):
+                await harness.ready()
+                running, waiting = harness.submit(4, 300), harness.submit(6, 5)
+                await harness.until(lambda: len(running.tokens) > 2)
+            async with serving(FakeShard(num_blocks=4), address):
+                await waiting.over.wait()
+                assert isinstance(waiting.error, Unavailable)
+                harness.check_levels(running=0, waiting=0, used=0, free=64)
+
+    asyncio.run(run())
+
+
+def test_a_shard_of_another_version_is_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
+    shard = FakeShard()
+    shard.version = "0.0.0"
+
+    async def main(harness: Harness) -> None:
+        assert harness.batcher.state is ShardState.READY
+
+    _settle(address, shard, main)
+    assert "the shard runs headrace 0.0.0" in caplog.text

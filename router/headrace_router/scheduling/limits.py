@@ -47,6 +47,7 @@ class ShardInfo:
     instance: str
     """Changes whenever the process does."""
     notes: tuple[str, ...]
+    """What it decided at its start: `name: value, why`, for the start-up table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,7 +189,7 @@ def _rows(wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits) -
         batch_why = "one token of a step for each"
     rows = [
         ("model", info.model_type, f"{_gigabytes(info.weight_bytes)} of weights in {info.dtype}"),
-        ("device", info.device, f"attention {info.attention}"),
+        *(_noted(note) for note in info.notes),
         (
             "KV cache",
             f"{cache_tokens} tokens",
@@ -211,6 +212,13 @@ def _rows(wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits) -
         ("running at once", f"{limits.max_step_sequences} sequences", batch_why),
     ]
     return tuple(Row(name=name, value=value, why=why) for name, value, why in rows)
+
+
+def _noted(note: str) -> tuple[str, str, str]:
+    """A shard's note, `name: value, why`, as a row."""
+    name, _, rest = note.partition(": ")
+    value, _, why = rest.partition(", ")
+    return name, value, why
 
 
 def _gigabytes(num_bytes: int) -> str:

@@ -71,14 +71,12 @@ class PromptLogprobs:
 class StepResult:
     """What a shard answers to a step."""
 
-    step_id: int
     tokens: list[SampledToken]
     prompt_logprobs: list[PromptLogprobs]
     errors: list[tuple[int, str]]
     """(sequence id, message): failed by itself and dropped by the shard."""
     forward_seconds: float
     sample_seconds: float
-    total_seconds: float
     idle_seconds: float
     num_sequences: int
     """Sequences the shard holds now."""

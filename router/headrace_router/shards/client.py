@@ -52,8 +52,11 @@ _OPTIONS = (
 def target_of(address: str) -> str:
     """`unix:///path` or `tcp://host:port` as gRPC names it. Raises `SettingsError`."""
     scheme, separator, rest = address.partition("://")
-    if separator and rest and scheme in ("unix", "tcp"):
-        return address if scheme == "unix" else rest
+    if scheme == "unix" and separator and rest.startswith("/"):
+        return address
+    host, _, port = rest.rpartition(":")
+    if scheme == "tcp" and host and port.isascii() and port.isdecimal() and 0 < int(port) <= 65535:
+        return rest
     raise SettingsError(f"--shard: expected unix:///path or tcp://host:port, got {address!r}")
 
 
@@ -62,7 +65,8 @@ class ShardClient:
 
     def __init__(self, address: str, *, step_timeout_seconds: float) -> None:
         self._address = address
-        self._step_timeout_seconds = step_timeout_seconds
+        self.step_timeout_seconds = step_timeout_seconds
+        """For a step, and for what waits behind one."""
         self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
         self._is_closed = False
         stub: ShardAsyncStub = ShardStub(self._channel)  # type: ignore[assignment]
@@ -78,18 +82,20 @@ class ShardClient:
         return convert.from_info_response(await self._answer(call, "Info"))
 
     async def lost(self, instance: str) -> Unavailable:
-        """Returns why once the shard is gone, frozen or another process than `instance`. Asks every second:
-        so it sees what a step under way or an idle connection would not."""
+        """Returns why once the shard is gone, frozen, another process than `instance`, or without a device
+        that computes. Asks every second: so it sees what a step under way or an idle connection would not."""
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             try:
                 info = await self.info()
+                await self.health()
             except HeadraceError as error:
                 return Unavailable(error.message)
             if info.instance != instance:
                 return Unavailable("the shard was restarted")
 
     async def health(self) -> None:
+        """Has the device compute something. A `GenerationError` means that it cannot."""
         await self._answer(self._stub.Health(pb.HealthRequest(), timeout=INFO_TIMEOUT_SECONDS), "Health")
 
     async def warmup(self, planned: Plan) -> Capacity:
@@ -101,24 +107,21 @@ class ShardClient:
     def send(self, step: Step) -> StepCall:
         """Hands a step to gRPC, which sends it the next time the event loop turns; see `receive`."""
         method = self._stub.Prefill if step.is_prefill else self._stub.Decode
-        return method(convert.to_step_request(step), timeout=self._step_timeout_seconds)
+        return method(convert.to_step_request(step), timeout=self.step_timeout_seconds)
 
     async def receive(self, call: StepCall) -> StepResult:
         """The result of a step that was sent."""
         return convert.from_step_response(await self._answer(call, "step"))
 
-    async def step(self, step: Step) -> StepResult:
-        return await self.receive(self.send(step))
-
     async def filter(self, dropped_ids: Iterable[int]) -> int:
         """The shard forgets these sequences; how many it still holds."""
         request = pb.FilterRequest(dropped_ids=dropped_ids)
-        call = self._stub.Filter(request, timeout=self._step_timeout_seconds)
+        call = self._stub.Filter(request, timeout=self.step_timeout_seconds)
         return (await self._answer(call, "Filter")).num_sequences
 
     async def clear(self) -> None:
         """The shard forgets every sequence."""
-        await self._answer(self._stub.Clear(pb.ClearRequest(), timeout=self._step_timeout_seconds), "Clear")
+        await self._answer(self._stub.Clear(pb.ClearRequest(), timeout=self.step_timeout_seconds), "Clear")
 
     async def _answer(self, call: Awaitable[Response], name: str) -> Response:
         # When our task is cancelled, gRPC may say so with a status; when `close` ends the call, it raises

@@ -65,13 +65,11 @@ def _sampling(params: SamplingParams, sequence: Sequence) -> pb.SamplingParams:
 def from_step_response(response: pb.StepResponse) -> StepResult:
     """What a step brought back."""
     return StepResult(
-        step_id=response.step_id,
         tokens=_tokens(response),
         prompt_logprobs=[_prompt_logprobs(part) for part in response.prompt_logprobs],
         errors=[(error.id, error.message) for error in response.errors],
         forward_seconds=response.forward_seconds,
         sample_seconds=response.sample_seconds,
-        total_seconds=response.total_seconds,
         idle_seconds=response.idle_seconds,
         num_sequences=response.num_sequences,
     )

@@ -112,13 +112,11 @@ class Simulation:
         held = [block for known in self.known.values() for block in known.blocks]
         assert len(held) == len(set(held)), "two sequences write into one block"
         return StepResult(
-            step_id=step.id,
             tokens=tokens,
             prompt_logprobs=[],
             errors=[],
             forward_seconds=0.0,
             sample_seconds=0.0,
-            total_seconds=0.0,
             idle_seconds=0.0,
             num_sequences=len(self.known),
         )

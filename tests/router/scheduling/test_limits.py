@@ -18,7 +18,7 @@ INFO = ShardInfo(
     weight_bytes=270_000_000,
     version="0",
     instance="a",
-    notes=(),
+    notes=("device: cpu, no GPU is there", "threads: 2, the cores, all of them"),
 )
 CAPACITY = Capacity(num_blocks=1000, block_bytes=4096, step_seconds=0.25, available_bytes=8_000_000)
 WANTED = Wanted(max_concurrent_requests=128)
@@ -38,6 +38,8 @@ def test_defaults_come_from_model_and_device() -> None:
     )
     table = {row.name: (row.value, row.why) for row in rows}
     assert table["longest prompt and answer"] == ("2048 tokens", "the model's context")
+    assert table["device"] == ("cpu", "no GPU is there")
+    assert table["threads"] == ("2", "the cores, all of them")
     assert table["step"] == ("512 tokens", "the default on cpu; takes 0.250 s")
     assert table["running at once"] == ("128 sequences", "--max-concurrent-requests")
     assert plan(WANTED, replace(INFO, device="cuda")).max_step_tokens == 4096

@@ -14,13 +14,11 @@ def _counts(step: Step) -> dict[int, int]:
 
 def _result(step: Step, token_ids: dict[int, int]) -> StepResult:
     return StepResult(
-        step_id=step.id,
         tokens=[SampledToken(sequence_id=i, token_id=t, logprob=-1.0) for i, t in token_ids.items()],
         prompt_logprobs=[],
         errors=[],
         forward_seconds=0.0,
         sample_seconds=0.0,
-        total_seconds=0.0,
         idle_seconds=0.0,
         num_sequences=0,
     )

@@ -11,7 +11,7 @@ from headrace_proto.settings import SettingsError
 from headrace_router.errors import GenerationError, Unavailable
 from headrace_router.scheduling.limits import Plan
 from headrace_router.scheduling.request import Request, SamplingParams, Sequence
-from headrace_router.scheduling.step import ScheduledSequence, Step
+from headrace_router.scheduling.step import ScheduledSequence, Step, StepResult
 from headrace_router.shards import client as client_module
 from headrace_router.shards.client import ShardClient, target_of
 
@@ -59,10 +59,23 @@ async def _connected(
             await client.close()
 
 
+async def _run(client: ShardClient, step: Step) -> StepResult:
+    return await client.receive(client.send(step))
+
+
 def test_addresses() -> None:
     assert target_of("unix:///tmp/x") == "unix:///tmp/x"
     assert target_of("tcp://host:80") == "host:80"
-    for wrong in ("", "host:80", "http://host", "unix://"):
+    for wrong in (
+        "",
+        "host:80",
+        "http://host",
+        "unix://",
+        "unix:/x",
+        "tcp://:80",
+        "tcp://a:0",
+        "tcp://a:65536",
+    ):
         with pytest.raises(SettingsError, match="--shard: expected unix:///path or tcp://host:port"):
             target_of(wrong)
 
@@ -73,7 +86,7 @@ def test_every_call(tmp_path: Path) -> None:
             assert (await client.info()).instance == shard.instance
             await client.health()
             assert (await client.warmup(PLAN)).num_blocks == 7
-            result = await client.step(_step())
+            result = await _run(client, _step())
             assert [token.sequence_id for token in result.tokens] == [1]
             assert result.num_sequences == 1
             assert await client.filter([2]) == 1
@@ -88,7 +101,7 @@ def test_large_messages_pass(tmp_path: Path) -> None:
     async def main() -> None:
         async with _connected(f"unix://{tmp_path}/s", FakeShard(num_blocks=20_000)) as client:
             await client.warmup(PLAN)
-            result = await client.step(_step(150_000, prompt_logprobs=True))
+            result = await _run(client, _step(150_000, prompt_logprobs=True))
             assert len(result.prompt_logprobs[0].logprobs) == 149_999
 
     asyncio.run(main())
@@ -98,13 +111,13 @@ def test_a_step_that_fails_is_a_generation_error(tmp_path: Path) -> None:
     async def main() -> None:
         async with _connected(f"unix://{tmp_path}/s", shard := FakeShard()) as client:
             with pytest.raises(GenerationError, match="Server error: a step before Warmup"):
-                await client.step(_step())
+                await _run(client, _step())
             await client.warmup(PLAN)
             shard.step_errors.append((grpc.StatusCode.RESOURCE_EXHAUSTED, "out of memory"))
             with pytest.raises(
                 GenerationError, match="Request failed during generation: Server error: out of memory"
             ):
-                await client.step(_step())
+                await _run(client, _step())
             shard.warmup_error = "too little memory"
             with pytest.raises(GenerationError, match="Warmup failed: too little memory"):
                 await client.warmup(PLAN)
@@ -140,7 +153,7 @@ def test_a_frozen_shard_is_unavailable(tmp_path: Path) -> None:
             await client.warmup(PLAN)
             shard.gate.clear()
             with pytest.raises(Unavailable, match="did not answer step in time"):
-                await client.step(_step())
+                await _run(client, _step())
 
     asyncio.run(main())
 
@@ -150,13 +163,13 @@ def test_closing_ends_a_step_under_way_and_cancelling_stays_cancelling(tmp_path:
         async with _connected(f"unix://{tmp_path}/s", shard := FakeShard()) as client:
             await client.warmup(PLAN)
             shard.gate.clear()
-            cancelled = asyncio.create_task(client.step(_step()))
+            cancelled = asyncio.create_task(_run(client, _step()))
             while not shard.steps:
                 await asyncio.sleep(0.01)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            closed = asyncio.create_task(client.step(_step()))
+            closed = asyncio.create_task(_run(client, _step()))
             while len(shard.steps) < 2:
                 await asyncio.sleep(0.01)
             await client.close()
@@ -181,5 +194,19 @@ def test_the_watch_sees_death_and_another_process(tmp_path: Path, monkeypatch: p
         client = ShardClient(address, step_timeout_seconds=1.0)
         assert "is gone" in (await client.lost("another")).message
         await client.close()
+
+    asyncio.run(main())
+
+
+def test_the_watch_sees_a_device_that_does_not_compute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "WATCH_SECONDS", 0.01)
+
+    async def main() -> None:
+        async with _connected(f"unix://{tmp_path}/s", shard := FakeShard()) as client:
+            watch = asyncio.create_task(client.lost(shard.instance))
+            shard.health_error = "an illegal memory access"
+            assert "Health failed: an illegal memory access" in (await watch).message
 
     asyncio.run(main())
