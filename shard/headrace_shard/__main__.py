@@ -1,8 +1,9 @@
 """`headrace-shard`: read settings, load the model, serve until told to stop.
 
 `headrace-shard convert SOURCE.gguf TARGET` writes a GGUF file as a model folder instead. Exit status 0 after
-a signal, at whatever moment it comes; 1 with one line when the shard cannot start; 2 for a usage error. torch
-and gRPC are imported late, so that usage errors and `--help` come at once.
+a signal, at whatever moment it comes; 1 with one line when the shard cannot start, or cannot go on since its
+device is lost; 2 for a usage error. torch and gRPC are imported late, so that usage errors and `--help` come
+at once.
 """
 
 import argparse
@@ -32,6 +33,9 @@ PROGRAM = "headrace-shard"
 
 STOP_SECONDS = 5.0
 """For steps that run when the signal comes; the router has no more to send by then."""
+
+LOST_SECONDS = 1.0
+"""For the answers that say that the device is lost."""
 
 logger = logging.getLogger("headrace_shard")
 
@@ -112,7 +116,7 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     with stop_signal.importing():
         from headrace_shard import address
-        from headrace_shard.errors import ShardError
+        from headrace_shard.errors import DeviceLost, ShardError
 
     try:
         place = address.parse(config.listen)
@@ -127,6 +131,10 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
         for note in loaded.notes:
             logger.info(note)
         asyncio.run(_answer(config, loaded, place, stop_signal, started))
+    except DeviceLost as error:
+        _refuse(str(error), 1)
+        sys.stderr.flush()
+        os._exit(1)  # a thread may wait for the device for ever, and a normal end for the thread
     except ShardError as error:
         return _refuse(str(error), 1)
     return 0
@@ -139,28 +147,36 @@ async def _answer(
     stop_signal: StopSignal,
     started: float,
 ) -> None:
-    """Answer calls until a signal comes."""
+    """Answer calls until a signal comes. Raises DeviceLost when no more can be answered."""
     with stop_signal.importing():
         from headrace_shard.engine import Engine
-        from headrace_shard.errors import StartError
+        from headrace_shard.errors import DeviceLost, StartError
         from headrace_shard.service import ShardService, create_server
 
     engine = Engine(
         loaded, kv_cache_memory=config.kv_cache_memory, cuda_memory_fraction=config.cuda_memory_fraction
     )
-    service = ShardService(engine, loaded)
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[DeviceLost | None] = loop.create_future()
+
+    def end(lost: DeviceLost | None = None) -> None:
+        if not ended.done():
+            ended.set_result(lost)
+
+    service = ShardService(engine, loaded, on_lost=end)
     server = create_server(service)
     try:
         port = server.add_insecure_port(place.target)
     except RuntimeError as error:
         raise StartError(f"--listen: cannot listen on {config.listen}: {error}") from error
-    stopping = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    stop_signal.set_asked(lambda: loop.call_soon_threadsafe(stopping.set))
+    stop_signal.set_asked(lambda: loop.call_soon_threadsafe(end))
     await server.start()
     where = config.listen if not config.listen.endswith(":0") else f"port {port}"
     logger.info("ready on %s after %.1f s", where, time.perf_counter() - started)
-    await stopping.wait()
+    lost = await ended
+    if lost is not None:
+        await server.stop(LOST_SECONDS)
+        raise lost
     logger.info("stopping")
     await server.stop(STOP_SECONDS)
     service.close()

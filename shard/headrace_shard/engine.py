@@ -19,9 +19,10 @@ from dataclasses import replace
 import torch
 
 from headrace_shard.batch import Batch
-from headrace_shard.errors import NotWarm, OutOfMemory, ShardError
+from headrace_shard.errors import DeviceLost, NotWarm, OutOfMemory, ShardError
 from headrace_shard.kv_cache import KVCache, block_bytes
 from headrace_shard.loading import LoadedModel
+from headrace_shard.machine import is_lost
 from headrace_shard.prepare import prepare
 from headrace_shard.results import NOT_FINITE, put_prompt_logprobs, put_tokens
 from headrace_shard.runner import Runner, Stopwatch
@@ -117,7 +118,8 @@ class Engine:
         """Execute a step. A new sequence that cannot be taken in is one of the result's errors.
 
         Raises InvalidStep or NotWarm with nothing changed. Raises OutOfMemory or ShardError when the
-        computation fails; then the step's sequences are dropped, all others unharmed.
+        computation fails; then the step's sequences are dropped, all others unharmed. Raises DeviceLost when
+        there can be no other step.
         """
         started = time.perf_counter()
         if self._limits is None:
@@ -238,6 +240,8 @@ class Engine:
 
     def _fail_step(self, step: Step, error: Exception) -> ShardError:
         """Drop the step's sequences, for nobody knows how far they are; gives the error for the router."""
+        if is_lost(self._loaded.device):
+            return DeviceLost.after(error)
         self._forget_failed(dict.fromkeys(step.ids, f"the step before failed: {error}"))
         num_tokens = int(step.num_tokens.sum())
         what = f"a step of {num_tokens} tokens in {len(step.ids)} sequences"

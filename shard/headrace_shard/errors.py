@@ -4,14 +4,15 @@
     ├── InvalidStep              INVALID_ARGUMENT     a sequence, block or token that is not there
     ├── NotWarm                  FAILED_PRECONDITION  a step before Warmup
     ├── OutOfMemory              RESOURCE_EXHAUSTED   the step, the weights or the KV cache do not fit
+    ├── DeviceLost               UNAVAILABLE          the device answers no more; ends the process
     └── StartError               FAILED_PRECONDITION  the shard cannot start; ends the process with one line
         ├── CheckpointError                           files missing, damaged or contradicting each other
         ├── UnsupportedModel                          sound files of a network not implemented
         ├── UnsupportedDevice                         the device or attention backend cannot be used here
         └── KernelUnavailable                         a native kernel cannot be built or loaded here
 
-The service answers a `ShardError` with its status and message and goes on. A `StartError` never reaches the
-wire: `__main__` prints its message and exits with status 1.
+The service answers a `ShardError` with its status and message and goes on, but for `DeviceLost`. A
+`StartError` never reaches the wire. For both of these `__main__` prints the message and exits with status 1.
 """
 
 import grpc
@@ -39,6 +40,18 @@ class OutOfMemory(ShardError):
     """The device has too little memory for what was asked."""
 
     status = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class DeviceLost(ShardError):
+    """The device has failed in a way that only a new process gets over, for instance by an illegal access."""
+
+    status = grpc.StatusCode.UNAVAILABLE
+
+    @classmethod
+    def after(cls, error: Exception) -> "DeviceLost":
+        """What becomes of an error by which the device was lost."""
+        first_line = str(error).partition("\n")[0]
+        return cls(f"the device is lost, this process must be replaced: {type(error).__name__}: {first_line}")
 
 
 class StartError(ShardError):

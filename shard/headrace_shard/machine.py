@@ -1,4 +1,4 @@
-"""How much memory and how many cores this process may use. Knows no model: only machine, groups and GPU.
+"""How much memory and how many cores this process may use, and whether its GPU still answers. Knows no model.
 
 Limits of control groups (cgroups, both versions) count as much as the machine's own: in a container the
 machine has more of everything than the process will get.
@@ -29,6 +29,21 @@ def available_device_bytes(fraction: float) -> int:
     """Bytes of the current GPU that are free when `1 - fraction` of all its memory is left alone."""
     free, total = torch.cuda.mem_get_info()
     return max(0, int(free - (1 - fraction) * total))
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether no call to the device can succeed any more; waits for what the device is doing.
+
+    After some faults (an illegal access, an assertion in a kernel, a broken GPU) CUDA gives every later call
+    of the process the same error.
+    """
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def num_usable_cores(root: Path = Path("/")) -> int:

@@ -1,7 +1,8 @@
 """The gRPC service: one method per call. Knows no tensors and decides nothing.
 
 Whatever touches the engine runs in one thread, in order of arrival; the event loop never waits for a step, so
-that Info and Health are answered while one runs. An error becomes a status in `_execute`, and nowhere else.
+that Info and Health are answered while one runs. An error becomes a status in `_execute`, and nowhere else;
+one that no call can be answered after is also told to whoever runs the service.
 """
 
 import asyncio
@@ -20,8 +21,9 @@ from headrace_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_se
 
 from headrace_shard.convert import from_step_request, to_step_response
 from headrace_shard.engine import Engine
-from headrace_shard.errors import ShardError
+from headrace_shard.errors import DeviceLost, ShardError
 from headrace_shard.loading import LoadedModel, name_of
+from headrace_shard.machine import is_lost
 from headrace_shard.order import StepOrder
 
 logger = logging.getLogger(__name__)
@@ -47,15 +49,20 @@ def create_server(service: "ShardService") -> grpc.aio.Server:
 class ShardService(ShardServicer):
     """Must be made and used in one event loop."""
 
-    def __init__(self, engine: Engine, loaded: LoadedModel) -> None:
+    def __init__(self, engine: Engine, loaded: LoadedModel, on_lost: Callable[[DeviceLost], object]) -> None:
+        """`on_lost` is called, in the event loop, whenever a call fails since the device is lost."""
         self._engine = engine
         self._device = loaded.device
+        self._on_lost = on_lost
         self._order = StepOrder()
         # torch counts its threads for each thread that calls it.
         self._worker = ThreadPoolExecutor(
             1, "steps", initializer=torch.set_num_threads, initargs=(loaded.num_threads,)
         )
         self._pulse = ThreadPoolExecutor(1, "health")
+        # Made now, for there may be no memory for it later.
+        self._beat = torch.zeros(1, device=self._device)
+        self._beside_steps = _stream(self._device)
         config = loaded.config
         self._info = pb.InfoResponse(
             model_type=config.model_type,
@@ -83,8 +90,7 @@ class ShardService(ShardServicer):
         return self._info
 
     async def Health(self, request: pb.HealthRequest, context: Context) -> pb.HealthResponse:
-        if self._device.type == "cuda":
-            await self._execute(self._pulse, context, _touch, self._device)
+        await self._execute(self._pulse, context, self._touch)
         return pb.HealthResponse()
 
     async def Warmup(self, request: pb.WarmupRequest, context: Context) -> pb.WarmupResponse:
@@ -110,6 +116,11 @@ class ShardService(ShardServicer):
         await self._order.turn(request.step_id, needs_earlier=len(request.new_sequences) < len(request.ids))
         return await self._execute(self._worker, context, self._run_step, request, is_decode)
 
+    def _touch(self) -> None:
+        """Have the device compute something beside its other work. Raises RuntimeError if it cannot."""
+        with torch.cuda.stream(self._beside_steps):
+            self._beat.zero_().add_(1).item()
+
     def _run_step(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
         result = self._engine.step(from_step_request(request, is_decode=is_decode))
         return to_step_response(request.step_id, result)
@@ -132,16 +143,30 @@ class ShardService(ShardServicer):
     ) -> Response:
         """What `function` gives when it is run in `thread`; its errors become statuses of the call."""
         try:
-            return await asyncio.wrap_future(thread.submit(function, *arguments))
+            return await asyncio.wrap_future(thread.submit(self._run, function, *arguments))
         except ShardError as error:
+            if isinstance(error, DeviceLost):
+                self._on_lost(error)
             await context.abort(error.status, str(error))
         except Exception as error:  # the edge of one request
             logger.exception("a call failed")
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
+    def _run(self, function: Callable[..., Response], *arguments: Any) -> Response:
+        """In the thread: as `function`, but raises DeviceLost for whatever a lost device makes it raise."""
+        try:
+            return function(*arguments)
+        except DeviceLost:
+            raise
+        except Exception as error:
+            if is_lost(self._device):
+                raise DeviceLost.after(error) from error
+            raise
 
-def _touch(device: torch.device) -> None:
-    """Have the device compute something beside its other work. Raises RuntimeError if it cannot."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        torch.ones(1, device=device).add_(1).item()
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Work in it does not wait for a step."""
+    if device.type != "cuda":
+        return None
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream

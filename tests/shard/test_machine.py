@@ -3,7 +3,9 @@
 import os
 from pathlib import Path
 
-from headrace_shard.machine import GIB, available_host_bytes, num_usable_cores, spelled
+import pytest
+import torch
+from headrace_shard.machine import GIB, available_host_bytes, is_lost, num_usable_cores, spelled
 
 
 def write(folder: Path, **files: str) -> None:
@@ -75,3 +77,18 @@ def test_version_1_quota_limits_cores(tmp_path: Path) -> None:
 def test_sizes_are_spelled_for_people() -> None:
     assert spelled(3 * GIB // 2) == "1.5 GiB"
     assert spelled(3 * 2**20) == "3.0 MiB"
+
+
+def test_gpu_is_lost_when_nothing_can_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda", 0)
+    asked: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", asked.append)
+    assert not is_lost(gpu)
+    assert asked == [gpu]
+
+    def fail(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert is_lost(gpu)
+    assert not is_lost(torch.device("cpu"))

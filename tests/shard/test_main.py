@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -26,12 +26,15 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
 
 
+def starting(*arguments: object) -> AbstractContextManager["subprocess.Popen[str]"]:
+    """A shard that is killed at the end if it still runs."""
+    return started(command(*arguments))
+
+
 @contextmanager
-def starting(*arguments: object) -> Iterator["subprocess.Popen[str]"]:
+def started(command: list[str]) -> Iterator["subprocess.Popen[str]"]:
     """A process that is killed at the end if it still runs."""
-    with subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
@@ -124,6 +127,60 @@ def test_signal_while_a_package_is_imported_that_catches_everything(
         _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0
     assert errors == ""
+
+
+LOSING = """
+import torch
+from headrace_shard import __main__, engine, runner
+
+def fail(self, inputs):
+    {fault}
+
+runner.Runner.forward = fail
+{patch}
+__main__.main()
+"""
+"""A shard whose device is lost by its first step."""
+
+DEVICES = [
+    pytest.param(
+        "cpu",
+        "raise torch.AcceleratorError('CUDA error: an illegal memory access')",
+        "engine.is_lost = lambda device: True",
+        id="cpu",
+    ),
+    pytest.param(
+        "cuda",
+        "torch.zeros(1, device='cuda')[torch.tensor([10**6], device='cuda')]; torch.cuda.synchronize()",
+        "",
+        id="cuda",
+        marks=pytest.mark.gpu,
+    ),
+]
+
+
+@pytest.mark.parametrize(("device", "fault", "patch"), DEVICES)
+def test_lost_device_ends_the_process(
+    folder: Path, tmp_path: Path, device: str, fault: str, patch: str
+) -> None:
+    code = LOSING.format(fault=fault, patch=patch)
+    arguments = ["--model-path", folder, "--device", device, "--listen", f"unix://{tmp_path}/shard"]
+    with (
+        started([sys.executable, "-c", code, *map(str, arguments), "--attention", "sdpa"]) as process,
+        grpc.insecure_channel(f"unix:{tmp_path}/shard") as channel,
+    ):
+        wait_until_ready(f"unix:{tmp_path}/shard")
+        request = pb.WarmupRequest(max_step_tokens=16, max_step_sequences=4)
+        with pytest.raises(grpc.RpcError) as caught:
+            ShardStub(channel).Warmup(request, timeout=TIMEOUT_SECONDS)
+        _, errors = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert process.returncode == 1
+    *before, line = errors.splitlines()
+    assert line.startswith("headrace-shard: error: the device is lost, this process must be replaced: ")
+    # What the CUDA runtime itself prints of an assertion is not ours.
+    assert not before or device == "cuda"
 
 
 @pytest.mark.parametrize(

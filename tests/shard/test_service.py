@@ -8,10 +8,14 @@ from pathlib import Path
 
 import grpc
 import pytest
+import torch
 from headrace_proto import __version__
 from headrace_proto import shard_pb2 as pb
 from headrace_proto.shard_pb2_grpc import ShardStub
+from headrace_shard import engine as engine_module
+from headrace_shard import service as service_module
 from headrace_shard.engine import Engine
+from headrace_shard.errors import DeviceLost
 from headrace_shard.service import ShardService, create_server
 from headrace_shard.step import Step, StepResult
 
@@ -25,8 +29,10 @@ class Serving:
     """A service in a thread of its own, and a client of it."""
 
     engine: Engine
+    service: ShardService
     stub: ShardStub
-    target: str
+    lost: list[DeviceLost]
+    """What the service has said of its device."""
 
     def execute(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
         method = self.stub.Decode if is_decode else self.stub.Prefill
@@ -44,9 +50,12 @@ def serving(folder: Path, tmp_path: Path) -> Iterator[Serving]:
     target = f"unix:{tmp_path}/shard"
     started = threading.Event()
     stop: list[Callable[[], object]] = []
+    services: list[ShardService] = []
+    lost: list[DeviceLost] = []
 
     async def serve() -> None:
-        service = ShardService(engine, loaded)
+        service = ShardService(engine, loaded, on_lost=lost.append)
+        services.append(service)
         server = create_server(service)
         server.add_insecure_port(target)
         await server.start()
@@ -62,7 +71,7 @@ def serving(folder: Path, tmp_path: Path) -> Iterator[Serving]:
     thread.start()
     assert started.wait(TIMEOUT_SECONDS)
     with grpc.insecure_channel(target, options=(("grpc.max_send_message_length", -1),)) as channel:
-        yield Serving(engine, ShardStub(channel), target)
+        yield Serving(engine, services[0], ShardStub(channel), lost)
     stop[0]()
     thread.join(TIMEOUT_SECONDS)
     assert not thread.is_alive()
@@ -234,6 +243,44 @@ def test_unforeseen_fault_is_internal(serving: Serving, monkeypatch: pytest.Monk
     code, details = status_of(lambda: serving.stub.Clear(pb.ClearRequest()))
     assert code is grpc.StatusCode.INTERNAL
     assert details == "KeyError: 'row'"
+
+
+def test_health_has_the_device_compute(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serving.service._beat == 0
+    serving.stub.Health(pb.HealthRequest())
+    assert serving.service._beat == 1
+
+    def fail() -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure\nCompile with ...")
+
+    monkeypatch.setattr(serving.service, "_touch", fail)
+    code, _ = status_of(lambda: serving.stub.Health(pb.HealthRequest()))
+    assert code is grpc.StatusCode.INTERNAL
+    assert not serving.lost
+    monkeypatch.setattr(service_module, "is_lost", lambda device: True)
+    code, details = status_of(lambda: serving.stub.Health(pb.HealthRequest()))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert details.endswith("AcceleratorError: CUDA error: unspecified launch failure")
+    assert [str(error) for error in serving.lost] == [details]
+
+
+def test_step_by_which_the_device_is_lost(
+    router: SmallRouter,
+    serving: Serving,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(inputs: object) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(serving.engine._loaded.model, "forward", fail)
+    monkeypatch.setattr(engine_module, "is_lost", lambda device: True)
+    router.add(1, LONG)
+    code, details = status_of(lambda: router.step({1: len(LONG)}))
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert "this process must be replaced" in details
+    assert [str(error) for error in serving.lost] == [details]
+    assert not caplog.records
 
 
 def test_call_that_is_given_up_harms_no_other(
