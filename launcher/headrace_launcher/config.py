@@ -1,7 +1,7 @@
 """Every setting of the launcher: its own few, those of the router, those of a shard, and what of TGI is left.
 
 A flag exists once: `LauncherConfig` is the router's and the shard's settings put together. Flags of TGI that
-have no meaning here are accepted with one warning line (`warnings_of`); flags of TGI that ask for what this
+have no meaning here are accepted with one warning line (`warnings`); flags of TGI that ask for what this
 version cannot do are refused by name. Knows no process and no file.
 """
 

@@ -9,7 +9,6 @@ from headrace_proto import __version__
 
 PACKAGES = (
     "torch",
-    "transformers",
     "safetensors",
     "tokenizers",
     "grpcio",

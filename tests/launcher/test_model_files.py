@@ -180,15 +180,17 @@ def test_a_changed_file_takes_the_place_of_its_former_conversion(
     other.parent.mkdir()
     other.write_bytes(b"GGUF, another")
     kept = downloaded(fakes, replace(config, model_id=str(other)))
-    folders = [downloaded(fakes, config)]
+    downloaded(fakes, config)
     os.utime(gguf, (1, 1))
-    folders.append(downloaded(fakes, config))
-    assert {path for path in cache.iterdir() if path.is_dir()} == {folders[1], kept}
-    used = found(config, fakes.environment(), tmp_path).folder  # by this process, as long as it runs
-    assert used == folders[1]
+    second = downloaded(fakes, config)
+    assert {path for path in cache.iterdir() if path.is_dir()} == {kept, second}
+    # By this process, as long as it runs: one that was there, and one that it makes.
+    assert found(config, fakes.environment(), tmp_path).folder == second
     os.utime(gguf, (2, 2))
-    folders.append(downloaded(fakes, config))
-    assert {path for path in cache.iterdir() if path.is_dir()} == {*folders[1:], kept}
+    third = found(config, fakes.environment(), tmp_path).folder
+    os.utime(gguf, (3, 3))
+    fourth = downloaded(fakes, config)
+    assert {path for path in cache.iterdir() if path.is_dir()} == {kept, second, third, fourth}
 
 
 def test_two_launchers_convert_once(fakes: Fakes, gguf: Path, tmp_path: Path) -> None:
