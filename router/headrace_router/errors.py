@@ -1,18 +1,19 @@
 """Every error a caller can meet, and why the process cannot start.
 
     HeadraceError                500 internal
-    ├── BadRequest               400 bad_request       not JSON, not UTF-8
-    ├── Unauthorized             401 unauthorized
-    ├── NotFound                 404 not_found
-    │   └── ModelNotFound        404 model_not_found (422 validation on the native face)
-    ├── MethodNotAllowed         405 method_not_allowed
-    ├── RequestTimeout           408 request_timeout   the body stopped coming
-    ├── PayloadTooLarge          413 payload_too_large
-    ├── UnsupportedMediaType     415 unsupported_media_type
-    ├── ValidationError          422 validation        (400 on the OpenAI face)
-    │   ├── ContextLengthExceeded                      (400, code context_length_exceeded)
-    │   └── TemplateError        422 template_error
-    ├── HeadTooLarge             431 head_too_large
+    ├── InvalidRequest                                 the caller's fault; only its subclasses are raised
+    │   ├── BadRequest           400 bad_request       not JSON, not UTF-8
+    │   ├── Unauthorized         401 unauthorized
+    │   ├── NotFound             404 not_found
+    │   │   └── ModelNotFound    404 model_not_found (422 validation on the native face)
+    │   ├── MethodNotAllowed     405 method_not_allowed
+    │   ├── RequestTimeout       408 request_timeout   the body stopped coming
+    │   ├── PayloadTooLarge      413 payload_too_large
+    │   ├── UnsupportedMediaType 415 unsupported_media_type
+    │   ├── ValidationError      422 validation        (400 on the OpenAI face)
+    │   │   ├── ContextLengthExceeded                  (400, code context_length_exceeded)
+    │   │   └── TemplateError    422 template_error
+    │   └── HeadTooLarge         431 head_too_large
     ├── GenerationError          424 generation        the step that held the request failed (500 on OpenAI)
     ├── Overloaded               429 overloaded        with retry-after
     └── Unavailable              503 unhealthy         shard gone, starting or draining, with retry-after
@@ -37,6 +38,8 @@ class HeadraceError(Exception):
     error_type = "internal"
     openai_type = "server_error"
     code: str | None = None
+    cause = "incomplete"
+    """The `err` under which `tgi_request_failure` counts a request that ends so."""
     retry_after_seconds: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None, openai_message: str | None = None) -> None:
@@ -47,29 +50,33 @@ class HeadraceError(Exception):
         self.openai_message = openai_message or message
 
 
-class BadRequest(HeadraceError):
+class InvalidRequest(HeadraceError):
+    """The request itself is at fault, and would fail again."""
+
+    openai_type = "invalid_request_error"
+    cause = "validation"
+
+
+class BadRequest(InvalidRequest):
     """The body cannot be read as JSON."""
 
     status = 400
     error_type = "bad_request"
-    openai_type = "invalid_request_error"
 
 
-class Unauthorized(HeadraceError):
+class Unauthorized(InvalidRequest):
     """No key, or a wrong one."""
 
     status = 401
     error_type = "unauthorized"
-    openai_type = "invalid_request_error"
     code = "invalid_api_key"
 
 
-class NotFound(HeadraceError):
+class NotFound(InvalidRequest):
     """No such route."""
 
     status = 404
     error_type = "not_found"
-    openai_type = "invalid_request_error"
 
 
 class ModelNotFound(NotFound):
@@ -81,45 +88,40 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
-class MethodNotAllowed(HeadraceError):
+class MethodNotAllowed(InvalidRequest):
     """The route exists, for another method."""
 
     status = 405
     error_type = "method_not_allowed"
-    openai_type = "invalid_request_error"
 
 
-class RequestTimeout(HeadraceError):
+class RequestTimeout(InvalidRequest):
     """The client has begun a body and does not go on."""
 
     status = 408
     error_type = "request_timeout"
-    openai_type = "invalid_request_error"
 
 
-class PayloadTooLarge(HeadraceError):
+class PayloadTooLarge(InvalidRequest):
     """The body is over `--payload-limit`."""
 
     status = 413
     error_type = "payload_too_large"
-    openai_type = "invalid_request_error"
 
 
-class UnsupportedMediaType(HeadraceError):
+class UnsupportedMediaType(InvalidRequest):
     """The body is not declared as JSON, or is compressed."""
 
     status = 415
     error_type = "unsupported_media_type"
-    openai_type = "invalid_request_error"
 
 
-class ValidationError(HeadraceError):
+class ValidationError(InvalidRequest):
     """A field is of the wrong shape, out of range or not supported."""
 
     status = 422
     openai_status = 400
     error_type = "validation"
-    openai_type = "invalid_request_error"
 
 
 class ContextLengthExceeded(ValidationError):
@@ -148,14 +150,14 @@ class TemplateError(ValidationError):
     """The chat template is missing, or refused the messages."""
 
     error_type = "template_error"
+    cause = "template"
 
 
-class HeadTooLarge(HeadraceError):
+class HeadTooLarge(InvalidRequest):
     """The request line and the headers do not end where they should."""
 
     status = 431
     error_type = "head_too_large"
-    openai_type = "invalid_request_error"
 
 
 class GenerationError(HeadraceError):
@@ -164,6 +166,7 @@ class GenerationError(HeadraceError):
     status = 424
     openai_status = 500
     error_type = "generation"
+    cause = "generation"
 
 
 class Overloaded(HeadraceError):
@@ -173,6 +176,7 @@ class Overloaded(HeadraceError):
     error_type = "overloaded"
     openai_type = "rate_limit_error"
     code = "rate_limit_exceeded"
+    cause = "overloaded"
     retry_after_seconds = 1
 
 
@@ -182,6 +186,7 @@ class Unavailable(HeadraceError):
     status = 503
     error_type = "unhealthy"
     openai_type = "service_unavailable"
+    cause = "unavailable"
     retry_after_seconds = 5
 
 

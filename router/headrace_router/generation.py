@@ -253,7 +253,6 @@ class Generation:
         metrics, timings = self._metrics, self.timings
         assert timings.started is not None and timings.ended is not None
         inference_seconds = timings.ended - timings.started
-        metrics.request_success.inc()
         metrics.request_queue_duration.observe(timings.started - timings.queued)
         metrics.request_inference_duration.observe(inference_seconds)
         metrics.request_mean_time_per_token_duration.observe(inference_seconds / max(self._num_generated, 1))

@@ -137,11 +137,12 @@ class Metrics:
 
     # Requests
     request_count = _counter("Inference requests that arrived; one per HTTP request.")
-    request_success = _counter("Generations that ended whole.")
+    request_success = _counter("Inference requests answered to their end; one per HTTP request.")
     request_failure = _counter(
-        "Inference requests that failed, by cause. dropped: the client went away.",
+        "Inference requests that failed, by cause. dropped: the client went away; unavailable: no shard, or "
+        "shutting down.",
         label="err",
-        values=("validation", "overloaded", "template", "generation", "dropped", "incomplete"),
+        values=("validation", "overloaded", "template", "generation", "dropped", "incomplete", "unavailable"),
     )
     request_duration = _histogram("Seconds from arrival to the end of a whole answer.")
     request_validation_duration = _histogram("Seconds from arrival until the request joins the queue.")

@@ -18,9 +18,7 @@ from headrace_router.errors import (
     HeadraceError,
     MethodNotAllowed,
     NotFound,
-    Overloaded,
     RequestTimeout,
-    TemplateError,
     Unauthorized,
     Unavailable,
 )
@@ -88,8 +86,9 @@ class Endpoint:
             raise
         except Exception as fault:
             error = as_error(fault, exchange)
-            metrics.request_failure.labels(cause_of(error)).inc()
+            metrics.request_failure.labels(error.cause).inc()
             raise error from fault
+        metrics.request_success.inc()
 
     def _check_key(self, exchange: Exchange) -> None:
         key = self._service.config.api_key
@@ -132,14 +131,3 @@ def as_error(fault: Exception, exchange: Exchange) -> HeadraceError:
     scope = exchange.scope
     log.error("request %s: %s %s failed", exchange.id, scope["method"], scope["path"], exc_info=fault)
     return HeadraceError(f"Internal error in request {exchange.id}: the server's log says more")
-
-
-def cause_of(error: HeadraceError) -> str:
-    """The `err` label under which a failed request is counted."""
-    if isinstance(error, TemplateError):
-        return "template"
-    if isinstance(error, Overloaded):
-        return "overloaded"
-    if error.status < 424:
-        return "validation"
-    return "incomplete" if error.status == 500 else "generation"

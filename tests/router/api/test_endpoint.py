@@ -143,9 +143,9 @@ def test_a_fault_nobody_foresaw(
 
 def test_each_request_is_counted_once(router: RunningRouter) -> None:
     def counts() -> list[float]:
-        names = ("tgi_request_count", "tgi_request_duration_count", "tgi_request_validation_duration_count")
-        failures = ('tgi_request_failure{err="validation"}', 'tgi_request_failure{err="template"}')
-        return [router.metric(name) for name in names + failures]
+        names = ("tgi_request_count", "tgi_request_success", "tgi_request_duration_count")
+        names += ("tgi_request_validation_duration_count", 'tgi_request_failure{err="validation"}')
+        return [router.metric(name) for name in names]
 
     before = counts()
     router.post("/v1/chat/completions", CHAT | {"n": 3, "max_tokens": 2})
@@ -156,15 +156,19 @@ def test_each_request_is_counted_once(router: RunningRouter) -> None:
     router.post("/tokenize", {"inputs": "a"})
     router.client.get("/")
     after = counts()
-    assert [new - old for new, old in zip(after, before, strict=True)] == [5, 3, 3, 2, 0]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [5, 3, 3, 3, 2]
 
 
 def test_no_shard_is_503_with_retry_after(model_folder: Path) -> None:
     with RunningRouter(model_folder, starts_shard=False) as router:
-        for path, body in (("/generate", {"inputs": "a"}), ("/v1/chat/completions", CHAT)):
+        for number, (path, body) in enumerate(
+            (("/generate", {"inputs": "a"}), ("/v1/chat/completions", CHAT))
+        ):
             response = router.post(path, body)
             assert response.status_code == 503 and response.headers["retry-after"] == "5"
             assert_envelope(response, path)
+            assert router.metric('tgi_request_failure{err="unavailable"}') == number + 1
+        assert router.metric("tgi_request_success") == 0
 
 
 def test_draining_closes_connections(model_folder: Path) -> None:

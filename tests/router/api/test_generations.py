@@ -127,8 +127,10 @@ def test_a_failed_copy_fails_the_answer(failing: RunningRouter, path: str, body:
 def test_a_failed_choice_ends_the_stream(failing: RunningRouter, path: str) -> None:
     """After all that it has said; the other choice is cancelled with it."""
     body = CHATS if "chat" in path else COMPLETIONS
+    successes = failing.metric("tgi_request_success")
     events = failing.events(path, body | {"n": 2, "max_tokens": 100, "stream": True}, is_done=True)
     *before, last = events
+    assert failing.metric("tgi_request_success") == successes
     assert list(last) == ["error"] and "no memory" in last["error"]["message"]
     choices = [choice for event in before for choice in event["choices"] if choice["index"] == 1]
     text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
