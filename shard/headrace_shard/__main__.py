@@ -165,6 +165,8 @@ async def _answer(
 
     service = ShardService(engine, loaded, on_lost=end)
     server = create_server(service)
+    # Once more, for gRPC would take the place of a shard that has begun to listen there meanwhile.
+    place.claim()
     try:
         port = server.add_insecure_port(place.target)
     except RuntimeError as error:

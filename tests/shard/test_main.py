@@ -93,6 +93,27 @@ def test_second_shard_on_an_address_is_refused(folder: Path, tmp_path: Path) -> 
     )
 
 
+def test_of_two_shards_that_start_at_once_one_is_refused(folder: Path, tmp_path: Path) -> None:
+    address = tmp_path / "shard"
+    # Both find the address free, then read a model; the second is held up there until the first listens.
+    slow = make_checkpoint(tmp_path / "slow")
+    config = (slow / "config.json").read_text()
+    (slow / "config.json").unlink()
+    os.mkfifo(slow / "config.json")
+    arguments = ("--listen", f"unix://{address}", "--attention", "sdpa")
+    with (
+        starting("--model-path", slow, *arguments) as second,
+        (slow / "config.json").open("w") as pipe,
+        starting("--model-path", folder, *arguments),
+    ):
+        first = wait_until_ready(f"unix:{address}")
+        pipe.write(config)
+        pipe.close()
+        _, errors = second.communicate(timeout=TIMEOUT_SECONDS)
+        assert second.returncode == 1 and "another process listens on" in errors
+        assert wait_until_ready(f"unix:{address}").instance == first.instance
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_while_the_model_is_read(tmp_path: Path, number: signal.Signals) -> None:
     # Reading a pipe that nobody writes to lasts for ever; opening it for writing waits for the reader.
