@@ -36,7 +36,8 @@ def _settle(address: str, shard: FakeShard, main: Callable[[Harness], Any], **se
     async def run() -> None:
         async with serving(shard, address), Harness(address, **settings).running() as harness:
             await harness.ready()
-            await main(harness)
+            async with asyncio.timeout(WAIT_SECONDS):
+                await main(harness)
             assert shard.violations == []
 
     asyncio.run(run())
@@ -379,7 +380,8 @@ def test_a_shard_that_comes_back_too_small_leaves_nobody_waiting(address: str) -
                 running, waiting = harness.submit(4, 300), harness.submit(6, 5)
                 await harness.until(lambda: len(running.tokens) > 2)
             async with serving(FakeShard(num_blocks=4), address):
-                await waiting.over.wait()
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await waiting.over.wait()
                 assert isinstance(waiting.error, Unavailable)
                 harness.check_levels(running=0, waiting=0, used=0, free=64)
 
