@@ -61,6 +61,8 @@ class ModelFiles:
     model_type: str
     dtype: str
     """As config.json spells them; "unknown" where it is silent."""
+    revision: str | None
+    """The commit that came from the Hub."""
 
 
 async def resolve(
@@ -70,6 +72,15 @@ async def resolve(
 
     `scratch` is a folder of this run, for what cannot go into a cache.
     """
+    files = await _found(config, environment, scratch, stop)
+    if config.revision is not None and files.revision is None:
+        logger.warning("--revision %s: ignored, %s has no revisions", config.revision, files.origin)
+    return files
+
+
+async def _found(
+    config: LauncherConfig, environment: Mapping[str, str], scratch: Path, stop: asyncio.Event
+) -> ModelFiles:
     model_id = config.model_id
     if model_id is None:
         source = default_gguf()
@@ -90,7 +101,8 @@ async def resolve(
         raise StartError(f"--model-id {model_id}: no such folder")
     logger.info("model %s, from the Hugging Face Hub", model_id)
     folder = await _downloaded(config, environment, stop)
-    return _described(folder, model_id, "the Hugging Face Hub")
+    # Where the Hub's library keeps it: snapshots/COMMIT.
+    return _described(folder, model_id, "the Hugging Face Hub", revision=folder.name)
 
 
 def default_gguf() -> Path:
@@ -155,7 +167,7 @@ def _hint(folder: Path) -> str:
     return f"; to serve a GGUF file name it itself, e.g. --model-id {gguf[0]}" if gguf else ""
 
 
-def _described(folder: Path, name: str, origin: str) -> ModelFiles:
+def _described(folder: Path, name: str, origin: str, revision: str | None = None) -> ModelFiles:
     config = check_folder(folder, name)
     return ModelFiles(
         folder=folder,
@@ -163,6 +175,7 @@ def _described(folder: Path, name: str, origin: str) -> ModelFiles:
         origin=origin,
         model_type=str(config.get("model_type", "unknown")),
         dtype=str(config.get("dtype") or config.get("torch_dtype") or "unknown"),
+        revision=revision,
     )
 
 

@@ -6,15 +6,18 @@ command line; secrets in its environment) and leaves the rest to the supervisor.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import re
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +58,10 @@ async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
     port = network.claim_port(config.hostname, config.port)
     if config.prometheus_port not in (None, port):
         network.claim_port(config.hostname, config.prometheus_port or 0, "--prometheus-port")
-    with private_folder() as scratch:
+    with private_folder() as scratch, sole_use(config.shard_uds_path):
         # Whatever a child leaves there when it is killed goes with this run.
         environment = {**environment, "TMPDIR": str(scratch)}
-        socket = await shard_socket(config, scratch)
+        address = await shard_socket(config, scratch)
         started = time.monotonic()
         files = await resolve(config, environment, scratch, stop)
         logger.info(
@@ -75,7 +78,7 @@ async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
             config.hostname,
             port,
         )
-        await supervisor_for(config, environment, files, socket, port).run(stop)
+        await supervisor_for(config, environment, files, address, port).run(stop)
 
 
 def handle_signals() -> asyncio.Event:
@@ -135,6 +138,27 @@ def _claimed_folder() -> tuple[Path, int]:
             return folder, claimed
 
 
+@contextlib.contextmanager
+def sole_use(prefix: str | None) -> Iterator[None]:
+    """No second launcher takes the same --shard-uds-path, not even before the first one's shard listens there.
+
+    Raises StartError when another one has it.
+    """
+    if prefix is None or sys.platform != "linux":
+        yield
+        return
+    path = hashlib.sha256(bytes(Path(prefix).absolute())).hexdigest()
+    # A name in the kernel's own space: no file is left, whatever ends this process.
+    with closing(socket.socket(socket.AF_UNIX)) as held:
+        try:
+            held.bind(f"\0headrace-{path}")
+        except OSError:
+            raise StartError(
+                f"--shard-uds-path {prefix}: another server uses it; choose another one"
+            ) from None
+        yield
+
+
 async def shard_socket(config: LauncherConfig, scratch: Path) -> Path:
     """Where the shard listens. Raises StartError when that cannot be, or somebody listens there."""
     if config.shard_uds_path is None:
@@ -168,7 +192,7 @@ def supervisor_for(
         shard=address,
         tokenizer_name=str(files.folder),
         model_id=files.name,
-        revision=config.revision,
+        revision=files.revision,
         port=port,
         json_output=True,
     )

@@ -132,4 +132,6 @@ class RouterConfig(RouterSettings):
     model_id: str | None = setting(
         None, help="Name of the model in `/info` and `/v1/models`. Default: the folder.", tgi=True
     )
-    revision: str | None = setting(None, help="Revision of the model, shown in `/info`.", tgi=True)
+    revision: str | None = setting(
+        None, help="Revision of the model. `/info` shows it when it is a commit.", tgi=True
+    )

@@ -93,6 +93,7 @@ def test_the_wanted_files_of_a_model(hub: http.server.ThreadingHTTPServer, tmp_p
     files = found(config, environment(hub), tmp_path)
     assert files.folder.is_relative_to(cache)
     assert files.name == "org/good" and files.dtype == "float16"
+    assert files.revision == COMMIT, "main is not what the Hub will call it tomorrow"
     names = {str(path.relative_to(files.folder)) for path in files.folder.rglob("*") if path.is_file()}
     assert names == {"config.json", "tokenizer.json", "model.safetensors"}
     assert "Bearer hf_secret" in Hub.tokens

@@ -56,6 +56,24 @@ def test_a_folder_is_used_as_it_is(model: Path, tmp_path: Path) -> None:
     assert (files.model_type, files.dtype) == ("llama", "bfloat16")
 
 
+@pytest.mark.parametrize("source", ["model", "gguf"])
+def test_a_revision_of_what_has_none_is_ignored_in_one_line(
+    source: str,
+    model: Path,
+    gguf: Path,
+    fakes: Fakes,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    origin = {"model": "a folder", "gguf": "a GGUF file"}[source]
+    path = {"model": model, "gguf": gguf}[source]
+    config = LauncherConfig(model_id=str(path), model_cache=str(tmp_path / "cache"), revision="main")
+    files = found(config, fakes.environment(), tmp_path)
+    assert files.revision is None
+    (warning,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert warning == f"--revision main: ignored, {origin} has no revisions"
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

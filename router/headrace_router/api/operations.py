@@ -1,6 +1,7 @@
 """What operators and their machines ask: is it alive, is it ready, what is it, how is it doing."""
 
 import logging
+import re
 
 from headrace_proto import __version__
 
@@ -14,8 +15,10 @@ log = logging.getLogger(__name__)
 ROUTER_NAME = "text-generation-router"
 """What TGI calls itself in `/info`; clients compare it."""
 
-PROBE_AGAIN_SECONDS = 5
+COMMIT = re.compile(r"[0-9a-f]{40}")
+"""A revision that says which model it is; a branch or a tag may mean another one tomorrow."""
 
+PROBE_AGAIN_SECONDS = 5
 
 UNHEALTHY = b'{"error":"unhealthy","error_type":"healthcheck"}'
 """TGI's words, which probes may look for."""
@@ -29,7 +32,11 @@ async def _answer_probe(exchange: Exchange, is_well: bool) -> None:
 
 
 async def health(service: Service, exchange: Exchange) -> None:
-    """200 while the shard answers and requests are taken."""
+    """200 while the shard is well; also while requests are no longer taken, because the server is draining.
+
+    Who asks here replaces a server that says no, and one that drains is to end by itself: whether to send it
+    requests is what /ready says.
+    """
     is_well = True
     try:
         await service.engine.check_health()
@@ -66,7 +73,7 @@ async def info(service: Service, exchange: Exchange) -> None:
     await exchange.answer_json(
         tgi.Info(
             model_id=service.model_id,
-            model_sha=config.revision,
+            model_sha=config.revision if COMMIT.fullmatch(config.revision or "") else None,
             model_pipeline_tag=None,
             max_concurrent_requests=config.max_concurrent_requests,
             max_best_of=config.max_best_of,

@@ -182,6 +182,7 @@ def test_draining_closes_connections(model_folder: Path) -> None:
             response = router.post("/generate", {"inputs": "a"})
             assert response.status_code == 503 and response.headers["connection"] == "close"
             assert router.client.get("/ready").status_code == 503
+            assert router.client.get("/health").status_code == 200
             assert router.client.get("/live").status_code == 200
             router.do(router.shard.gate.set)
             assert running.recv(65536).startswith(b"HTTP/1.1 200 OK")

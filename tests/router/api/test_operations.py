@@ -48,6 +48,12 @@ def test_info_has_the_keys_of_tgi(router: RunningRouter) -> None:
     assert list(info)[-4:] == ["router", "version", "sha", "docker_label"]
 
 
+@pytest.mark.parametrize(("revision", "shown"), [("main", None), ("0a" * 20, "0a" * 20), ("A" * 40, None)])
+def test_only_a_commit_is_shown(model_folder: Path, revision: str, shown: str | None) -> None:
+    with RunningRouter(model_folder, revision=revision) as router:
+        assert router.client.get("/info").json()["model_sha"] == shown
+
+
 def test_metrics_are_text(router: RunningRouter) -> None:
     response = router.client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
