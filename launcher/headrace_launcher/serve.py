@@ -140,7 +140,7 @@ def _claimed_folder() -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def sole_use(prefix: str | None) -> Iterator[None]:
-    """No second launcher takes the same --shard-uds-path, not even before the first one's shard listens there.
+    """No second launcher takes the same --shard-uds-path, also before the first one's shard listens there.
 
     Raises StartError when another one has it.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from headrace_launcher.claims import claim
 from headrace_launcher.errors import StartError
-from headrace_launcher.serve import PRIVATE_FOLDER, private_folder
+from headrace_launcher.serve import PRIVATE_FOLDER, private_folder, sole_use
 
 
 @pytest.fixture
@@ -48,3 +48,17 @@ def test_without_a_temporary_folder_the_cure_is_told(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
     with pytest.raises(StartError, match=r"no folder for the socket can be made: .*TMPDIR"), private_folder():
         pass
+
+
+def test_one_launcher_at_a_time_has_a_socket_prefix(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "socket")
+    with (
+        sole_use(prefix),
+        sole_use(str(tmp_path / "other")),
+        sole_use(None),
+        pytest.raises(StartError, match="another server uses it"),
+        sole_use(prefix),
+    ):
+        pass
+    with sole_use(prefix):
+        assert list(tmp_path.iterdir()) == []
