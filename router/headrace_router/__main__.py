@@ -4,6 +4,7 @@
         │                                                       └──────────second signal──────────► exit 0
         ├──signal──► exit 0
         └──the settings cannot be met by this shard──► one line, exit 1
+    whenever the loop that serves requests fails ──► its traceback, exit 1
 
 The port is bound before anything is loaded, so that a port in use is found at once; /health answers 503
 until the shard is warm.
@@ -17,6 +18,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 
@@ -101,7 +103,9 @@ def create_service(config: RouterConfig) -> Service:
     folder = Path(config.tokenizer_name)
     config_path = Path(config.tokenizer_config_path) if config.tokenizer_config_path else None
     tokenizer = Tokenizer.from_folder(folder, config_path)
-    template = ChatTemplate.from_folder(folder, config_path)
+    template = ChatTemplate.from_folder(
+        folder, config_path, strftime_now=lambda form: datetime.now().strftime(form)
+    )
     metrics = Metrics()
     engine = Engine(config, tokenizer, metrics)
     return Service(
@@ -143,7 +147,10 @@ class Process:
         stopping.cancel()
         announcing.cancel()
         failing.cancel()
-        await self._drain()
+        if self._failure is None:
+            await self._drain()
+        await self._service.engine.stop()
+        self._service.validator.close()
         for server in self._servers:
             server.should_exit = True
             server.force_exit = self._is_hurried.is_set()
@@ -191,7 +198,6 @@ class Process:
             hurrying.cancel()
             if engine.num_active:
                 log.warning("%d sequences did not end in time", engine.num_active)
-        await engine.stop()
 
 
 def create_server(app: ASGIApp) -> Server:
@@ -252,8 +258,11 @@ def main() -> None:
     except (StartupError, SettingsError) as error:
         sys.exit(f"{PROGRAM}: error: {error}")
     failure = uvloop.run(_run(service, bound, metrics))
-    if failure is not None:
+    if isinstance(failure, StartupError):
         sys.exit(f"{PROGRAM}: error: {failure}")
+    elif failure is not None:
+        # Its traceback is logged. The message alone may be a word, or empty.
+        sys.exit(f"{PROGRAM}: error: {type(failure).__name__}: {failure}")
 
 
 async def _run(service: Service, bound: socket.socket, metrics: socket.socket | None) -> Exception | None:

@@ -203,7 +203,7 @@ def test_a_fault_of_the_loop_ends_the_process(
     with started(folder, "--shard", shard) as router:
         status, output = router.end()
     assert status == 1 and "the loop that serves requests has failed" in output
-    assert output.splitlines()[-1] == "headrace-router: error: the loop is broken"
+    assert output.splitlines()[-1] == "headrace-router: error: RuntimeError: the loop is broken"
 
 
 def test_usage_errors_exit_with_two(folder: Path) -> None:

@@ -12,7 +12,6 @@ null for templates that ask for it and is "" for the others.
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -36,6 +35,9 @@ RESERVED_VARIABLES = frozenset(
 """Variables of a template that `kwargs` cannot set."""
 
 Message = dict[str, Any]
+Clock = Callable[[str], str]
+"""The present time in the given form, as `strftime` spells it."""
+
 T = TypeVar("T")
 
 # What code in a template can raise besides Jinja's own errors.
@@ -59,13 +61,13 @@ _TURNS_LEFT = "turns left"
 class ChatTemplate:
     """A compiled template."""
 
-    def __init__(self, source: str, now: Callable[[], datetime] = datetime.now) -> None:
+    def __init__(self, source: str, strftime_now: Clock) -> None:
         """Raises `jinja2.TemplateSyntaxError`."""
-        self._template = _environment(now).from_string(source)
+        self._template = _environment(strftime_now).from_string(source)
         self._keeps_null_content = bool(_ASKS_FOR_NULL.search(source))
 
     @classmethod
-    def from_folder(cls, path: Path, config_path: Path | None = None) -> Self | None:
+    def from_folder(cls, path: Path, config_path: Path | None = None, *, strftime_now: Clock) -> Self | None:
         """The template of a model's folder, None if it has none.
 
         Looked for in `config_path` (a tokenizer_config.json), then in the folder's chat_template.jinja,
@@ -76,7 +78,7 @@ class ChatTemplate:
             if source is None:
                 continue
             try:
-                return cls(source)
+                return cls(source, strftime_now)
             except jinja2.TemplateSyntaxError as error:
                 raise StartupError(
                     f"the chat template in {file} cannot be read: line {error.lineno}: {error.message}; "
@@ -237,7 +239,7 @@ def _to_json(
     )
 
 
-def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
+def _environment(strftime_now: Clock) -> jinja2.Environment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
@@ -245,5 +247,5 @@ def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
     environment.filters["tojson"] = _to_json
     environment.filters[_COUNT_TURNS] = _count_turns
     environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["strftime_now"] = strftime_now
     return environment

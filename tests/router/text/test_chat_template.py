@@ -65,8 +65,12 @@ def of_transformers(source: str, messages: list[dict[str, Any]], **options: Any)
     return prompt
 
 
+def clock(form: str) -> str:
+    return datetime(2024, 7, 4).strftime(form)
+
+
 def rendered(source: str, messages: list[dict[str, Any]] | None = None, **options: Any) -> str:
-    return ChatTemplate(source).render(CHAT if messages is None else messages, **options)
+    return ChatTemplate(source, clock).render(CHAT if messages is None else messages, **options)
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, WRITTEN_FOR_TRANSFORMERS])
@@ -82,7 +86,7 @@ def test_prompts_are_those_of_transformers(
         "add_generation_prompt": add_generation_prompt,
     }
     expected = of_transformers(source, messages, mood="friendly", **options)
-    assert ChatTemplate(source).render(messages, kwargs={"mood": "friendly"}, **options) == expected
+    assert ChatTemplate(source, clock).render(messages, kwargs={"mood": "friendly"}, **options) == expected
 
 
 @pytest.mark.parametrize("source", [CHAT_TEMPLATE, WRITTEN_FOR_TRANSFORMERS])
@@ -123,7 +127,7 @@ def test_the_words_of_the_template_come_through() -> None:
 )
 def test_whatever_goes_wrong_is_an_error_of_the_request(source: str, message: str) -> None:
     try:
-        template = ChatTemplate(source)
+        template = ChatTemplate(source, clock)
     except jinja2.TemplateSyntaxError as error:
         assert message in str(error)
         return
@@ -140,7 +144,7 @@ def test_loops_end() -> None:
 
 
 def test_each_rendering_has_its_own_turns() -> None:
-    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}done")
+    template = ChatTemplate("{% for i in range(99999) %}{% endfor %}done", clock)
     assert {template.render(CHAT) for _ in range(12)} == {"done"}
 
 
@@ -161,9 +165,7 @@ def test_loops_know_where_they_are() -> None:
 
 
 def test_json_is_not_escaped_and_time_is_given() -> None:
-    template = ChatTemplate(
-        "{{ messages[0] | tojson }} {{ strftime_now('%d %b %Y') }}", lambda: datetime(2024, 7, 4)
-    )
+    template = ChatTemplate("{{ messages[0] | tojson }} {{ strftime_now('%d %b %Y') }}", clock)
     assert template.render(CHAT) == '{"role": "user", "content": "Wer <b> da?"} 04 Jul 2024'
 
 
@@ -211,7 +213,7 @@ def write(folder: Path, **files: Any) -> Path:
 
 def test_the_template_is_found_in_its_order(tmp_path: Path) -> None:
     def found(config_path: Path | None = None) -> str | None:
-        template = ChatTemplate.from_folder(tmp_path, config_path)
+        template = ChatTemplate.from_folder(tmp_path, config_path, strftime_now=clock)
         return template.render(CHAT) if template else None
 
     assert found() is None
@@ -233,10 +235,12 @@ def test_the_template_is_found_in_its_order(tmp_path: Path) -> None:
 
 def test_of_named_templates_the_default_is_taken(tmp_path: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "chat"}]
-    template = ChatTemplate.from_folder(write(tmp_path, tokenizer_config_json={"chat_template": named}))
+    template = ChatTemplate.from_folder(
+        write(tmp_path, tokenizer_config_json={"chat_template": named}), strftime_now=clock
+    )
     assert template is not None and template.render(CHAT) == "chat"
     write(tmp_path, tokenizer_config_json={"chat_template": named[:1]})
-    assert ChatTemplate.from_folder(tmp_path) is None
+    assert ChatTemplate.from_folder(tmp_path, strftime_now=clock) is None
 
 
 def test_a_template_that_is_none_stops_the_start(tmp_path: Path) -> None:
@@ -244,7 +248,7 @@ def test_a_template_that_is_none_stops_the_start(tmp_path: Path) -> None:
     with pytest.raises(
         StartupError, match=r"chat_template\.jinja cannot be read: line 1: .*--tokenizer-config-path"
     ):
-        ChatTemplate.from_folder(tmp_path)
+        ChatTemplate.from_folder(tmp_path, strftime_now=clock)
     (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(StartupError, match=r"chat_template\.jinja cannot be read"):
-        ChatTemplate.from_folder(tmp_path)
+        ChatTemplate.from_folder(tmp_path, strftime_now=clock)

@@ -39,7 +39,10 @@ class Front:
         self.config = RouterConfig(tokenizer_name=str(folder), **settings)
         self.tokenizer = Tokenizer.from_folder(folder)
         self.validator = Validator(
-            self.config, self.tokenizer, ChatTemplate.from_folder(folder), lambda: self.limits
+            self.config,
+            self.tokenizer,
+            ChatTemplate.from_folder(folder, strftime_now=str),
+            lambda: self.limits,
         )
 
     def with_limits(self, **changes: Any) -> None:
