@@ -166,7 +166,10 @@ class Metrics:
     batch_inference_success = _counter("Steps that the shard completed.", label="method", values=METHODS)
     batch_inference_failure = _counter("Steps that failed.", label="method", values=METHODS)
     batch_inference_duration = _histogram(
-        "Seconds from sending a step until its tokens are delivered.", label="method", values=METHODS
+        "Seconds from sending a step until its result is taken into account; its tokens are delivered while "
+        "the next step runs.",
+        label="method",
+        values=METHODS,
     )
     batch_forward_duration = _histogram(
         "Seconds of preparing a step and of its forward pass, as told by the shard.",
@@ -177,7 +180,7 @@ class Metrics:
         "Seconds of sampling in a step, as told by the shard.", label="method", values=METHODS
     )
     batch_filter_duration = _histogram(
-        "Seconds of delivering the tokens of a step and dropping what has ended.",
+        "Seconds of adding the tokens of a step to their sequences and taking out those that have ended.",
         label="method",
         values=METHODS,
     )

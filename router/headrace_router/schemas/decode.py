@@ -13,12 +13,10 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from headrace_router.errors import BadRequest, ValidationError
+from headrace_router.errors import NATIVE_PREFIX, BadRequest, ValidationError
 
 MAX_DEPTH = 128
 """Arrays and objects inside each other, the outermost included."""
-
-NATIVE_PREFIX = "Input validation error: "
 
 T = TypeVar("T")
 

@@ -13,10 +13,17 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from headrace_router.config import RouterConfig
-from headrace_router.errors import ContextLengthExceeded, ModelNotFound, TemplateError, Unavailable
+from headrace_router.errors import (
+    NATIVE_PREFIX,
+    ContextLengthExceeded,
+    ModelNotFound,
+    TemplateError,
+    Unavailable,
+    context_length_exceeded,
+)
 from headrace_router.scheduling.limits import Limits
 from headrace_router.scheduling.request import Request
-from headrace_router.schemas.decode import NATIVE_PREFIX, invalid
+from headrace_router.schemas.decode import invalid
 from headrace_router.schemas.openai import BASE_MODEL_NAMES, ChatRequest, CompletionRequest, SamplingRequest
 from headrace_router.schemas.tgi import GenerateParameters, GenerateRequest
 from headrace_router.text.chat_template import RESERVED_VARIABLES, ChatTemplate
@@ -285,10 +292,8 @@ def _native_budget(num_prompt: int, wanted: int | None, limits: Limits) -> int:
     most = limits.max_total_tokens
     max_new_tokens = max(most - num_prompt, 0) if wanted is None else wanted
     if num_prompt + max_new_tokens > most:
-        raise ContextLengthExceeded(
-            f"{NATIVE_PREFIX}`inputs` tokens + `max_new_tokens` must be <= {most}. Given: {num_prompt} "
-            f"`inputs` tokens and {max_new_tokens} `max_new_tokens`",
-            param="max_new_tokens",
+        raise context_length_exceeded(
+            num_prompt=num_prompt, num_new=max_new_tokens, most=most, source="inputs"
         )
     if num_prompt > limits.max_input_tokens:
         raise _prompt_too_long("inputs", str(num_prompt), limits)
@@ -300,12 +305,7 @@ def _check_openai_budget(source: str, num_prompt: int, wanted: int, limits: Limi
         raise _prompt_too_long(source, str(num_prompt), limits)
     most = limits.max_total_tokens
     if num_prompt + wanted > most:
-        message = (
-            f"This model's maximum context length is {most} tokens. However, you requested "
-            f"{num_prompt + wanted} tokens ({num_prompt} in the {source}, {wanted} in the completion). "
-            f"Please reduce the length of the {source} or completion."
-        )
-        raise ContextLengthExceeded(NATIVE_PREFIX + message, param=source, openai_message=message)
+        raise context_length_exceeded(num_prompt=num_prompt, num_new=wanted, most=most, source=source)
 
 
 def _prompt_too_long(source: str, num_prompt: str, limits: Limits) -> ContextLengthExceeded:

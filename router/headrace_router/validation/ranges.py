@@ -8,10 +8,10 @@ import secrets
 from collections.abc import Iterable, Mapping
 
 from headrace_router.config import RouterConfig
-from headrace_router.errors import ModelNotFound
+from headrace_router.errors import NATIVE_PREFIX, ModelNotFound
 from headrace_router.scheduling.limits import Limits
 from headrace_router.scheduling.request import SamplingParams
-from headrace_router.schemas.decode import NATIVE_PREFIX, invalid
+from headrace_router.schemas.decode import invalid
 from headrace_router.schemas.openai import ChatRequest, CompletionRequest, SamplingRequest
 from headrace_router.schemas.tgi import GenerateParameters, GenerateRequest
 
