@@ -41,8 +41,8 @@ class HttpConnection(HttpToolsProtocol):
     """The method of a message that offered an upgrade, until it is read again without the offer."""
     _has_progressed = False
     """Whether what came last ended a head or a message or carried a body."""
-    _num_barren_bytes = 0
-    """Since something did."""
+    _num_bytes_without_progress = 0
+    """Bytes since something did."""
     _head_timer: asyncio.TimerHandle | None = None
 
     # ---- the transport's side
@@ -78,8 +78,10 @@ class HttpConnection(HttpToolsProtocol):
             why = "Invalid request target" if is_ours else str(error)
             self._refuse(BadRequest(f"The request cannot be read as HTTP/1.1: {why}"))
             return
-        self._num_barren_bytes = 0 if self._has_progressed else self._num_barren_bytes + len(data)
-        if self._num_barren_bytes > MAX_HEAD_BYTES:
+        self._num_bytes_without_progress = (
+            0 if self._has_progressed else self._num_bytes_without_progress + len(data)
+        )
+        if self._num_bytes_without_progress > MAX_HEAD_BYTES:
             self._refuse(HeadTooLarge(f"The request's head is too large: at most {MAX_HEAD_BYTES} bytes"))
 
     # ---- the parser's side
@@ -134,6 +136,7 @@ class HttpConnection(HttpToolsProtocol):
             if name != b"upgrade":
                 head.append(b"%b: %b" % (name, value))
         self.parser = httptools.HttpRequestParser(self)
+        # As uvicorn's own: a request behind one that says `connection: close` is read, and never answered.
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
         self.data_received(b"\r\n".join([*head, b"", rest]))
 

@@ -12,6 +12,8 @@ from tests.router.running import WAIT_SECONDS, RunningRouter, raw_request
 
 BODY = json.dumps({"inputs": "a", "parameters": {"max_new_tokens": 2}}).encode()
 
+HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
+
 H2C = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
 
 
@@ -60,6 +62,39 @@ def test_a_read_may_offer_an_upgrade_too(router: RunningRouter) -> None:
     request = b"GET /health HTTP/1.1\r\nhost: test\r\nconnection: Upgrade\r\nupgrade: h2c\r\n\r\n"
     end = b"GET /health HTTP/1.1\r\nhost: test\r\nconnection: close\r\n\r\n"
     assert answered(router, request + end).count(b"HTTP/1.1 200 OK") == 2
+
+
+@pytest.mark.parametrize("offer", [{}, H2C | {"connection": "close, Upgrade"}])
+def test_nothing_is_answered_behind_a_close(router: RunningRouter, offer: dict[str, str]) -> None:
+    """A proxy that takes what follows for the body, or for another client's request, must not be misled."""
+    answer = answered(router, written("/generate", BODY, **({"connection": "close"} | offer)) + HEALTH * 2)
+    assert answer.count(b"HTTP/1.1 ") == 1 and b"generated_text" in answer
+
+
+@pytest.mark.parametrize("offer", [b"", b"connection: Upgrade\r\nupgrade: h2c\r\n"])
+@pytest.mark.parametrize(
+    "length",
+    [
+        b"content-length: 0\r\ntransfer-encoding: chunked",
+        b"transfer-encoding: chunked\r\ncontent-length: 0",
+        b"content-length: 0\r\ncontent-length: 9",
+        b"content-length: 0, 9",
+        b"content-length: +9",
+        b"transfer-encoding: identity",
+        b"transfer-encoding: chunked, identity",
+        b"transfer-encoding : chunked",
+        b"content-length: 9\r\nx-a: b\r\n transfer-encoding: chunked",
+        b"content-length: 9\r\nx-a: b\ntransfer-encoding: chunked",
+        b"content-length: 9\r\nx-a: b\rtransfer-encoding: chunked",
+    ],
+)
+def test_a_body_that_may_end_in_two_places_is_refused(
+    router: RunningRouter, length: bytes, offer: bytes
+) -> None:
+    """A proxy might read another length: what is a body for the one would be a request for the other."""
+    start = b"POST /generate HTTP/1.1\r\nhost: test\r\n"
+    status, _ = error_of(answered(router, start + offer + length + b"\r\n\r\n" + HEALTH * 2))
+    assert status == 400
 
 
 @pytest.mark.parametrize(

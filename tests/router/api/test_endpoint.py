@@ -143,9 +143,8 @@ def test_a_fault_nobody_foresaw(
 
 def test_each_request_is_counted_once(router: RunningRouter) -> None:
     def counts() -> list[float]:
-        names = ("tgi_request_count", "tgi_request_success", "tgi_request_duration_count")
-        names += ("tgi_request_validation_duration_count", 'tgi_request_failure{err="validation"}')
-        return [router.metric(name) for name in names]
+        names = ("count", "success", "duration_count", "validation_duration_count")
+        return [router.metric(f"tgi_request_{name}") for name in (*names, 'failure{err="validation"}')]
 
     before = counts()
     router.post("/v1/chat/completions", CHAT | {"n": 3, "max_tokens": 2})
