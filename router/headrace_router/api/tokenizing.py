@@ -4,8 +4,6 @@ A list of tokens may be a hundred times as large as the text, so it is written i
 meanwhile the streams of others go on.
 """
 
-import asyncio
-
 import msgspec
 
 from headrace_router.api.exchange import Exchange, Service, encoder
@@ -22,13 +20,13 @@ async def tokenize(service: Service, exchange: Exchange, body: bytes) -> None:
     """POST /tokenize: the tokens of `inputs`, special ones that the tokenizer adds included."""
     text = decode(body, tgi.TokenizeRequest).inputs
     encoding = await service.validator.tokenize(text)
-    await exchange.answer(200, await asyncio.to_thread(token_list, text, encoding))
+    await exchange.answer(200, await service.validator.in_pool(lambda: token_list(text, encoding)))
 
 
 async def chat_tokenize(service: Service, exchange: Exchange, body: bytes) -> None:
     """POST /chat_tokenize: the prompt that a chat would be answered from, and its tokens."""
     text, encoding = await service.validator.chat_tokenize(decode(body, ChatRequest))
-    tokens = msgspec.Raw(await asyncio.to_thread(token_list, text, encoding))
+    tokens = msgspec.Raw(await service.validator.in_pool(lambda: token_list(text, encoding)))
     await exchange.answer_json(tgi.ChatTokenizeResponse(tokenize_response=tokens, templated_text=text))
 
 

@@ -93,7 +93,7 @@ class Validator:
             )
             return Job(request=request, options=OutputOptions(stop=stop, keeps_stop=True), prompt=body.inputs)
 
-        return await self._in_pool(tokenize)
+        return await self.in_pool(tokenize)
 
     async def chat(self, body: ChatRequest) -> Job:
         """Raises as `generate`, and `TemplateError`."""
@@ -112,7 +112,7 @@ class Validator:
                 wanted = max(limits.max_total_tokens - len(ids), 1)
             return self._openai_job(body, "messages", prompt, ids, wanted, limits)
 
-        return await self._in_pool(tokenize)
+        return await self.in_pool(tokenize)
 
     async def completion(self, body: CompletionRequest) -> list[Job]:
         """One job for each prompt, in their order. Raises as `generate`."""
@@ -131,11 +131,11 @@ class Validator:
         def tokenize() -> list[Job]:
             return [self._completion_job(body, prompt, limits) for prompt in prompts]
 
-        return await self._in_pool(tokenize)
+        return await self.in_pool(tokenize)
 
     async def tokenize(self, text: str) -> Encoding:
         """The tokens of a text, and those that the tokenizer adds to it."""
-        return await self._in_pool(lambda: self._tokenizer.encode(text, add_special_tokens=True))
+        return await self.in_pool(lambda: self._tokenizer.encode(text, add_special_tokens=True))
 
     async def chat_tokenize(self, body: ChatRequest) -> tuple[str, Encoding]:
         """The prompt that a chat would be answered from, and its tokens. Raises as `chat`."""
@@ -146,17 +146,18 @@ class Validator:
             prompt = self._render(body)
             return prompt, self._tokenizer.encode(prompt, add_special_tokens=False)
 
-        return await self._in_pool(tokenize)
+        return await self.in_pool(tokenize)
 
     async def detokenize(self, ids: list[int]) -> str:
         """The text of `ids`, special tokens left out. Raises `ValidationError`."""
         ranges.check_ids("ids", ids, self._tokenizer.vocab_size)
-        return await self._in_pool(lambda: self._tokenizer.decode(ids, skip_special_tokens=True))
+        return await self.in_pool(lambda: self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    async def in_pool(self, work: Callable[[], T]) -> T:
+        """Does what takes long in one of the threads, which are as many as `--validation-workers` says."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     # ---- what needs a thread
-
-    async def _in_pool(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     def _render(self, body: ChatRequest) -> str:
         """The prompt of a chat. Raises `TemplateError`, or `ValidationError` for ill-shaped messages."""

@@ -1,8 +1,11 @@
 """Tokens of texts and texts of tokens, over a real socket."""
 
 import itertools
+import threading
 
+import pytest
 from headrace_router.api import tokenizing
+from headrace_router.text.tokenizer import Encoding
 
 from tests.router.running import RunningRouter
 
@@ -39,6 +42,22 @@ def test_a_long_list_is_whole(router: RunningRouter) -> None:
     chat = {"messages": [{"role": "user", "content": text}]}
     answer = router.post("/chat_tokenize", chat).json()
     assert len(answer["tokenize_response"]) >= len(tokens)
+
+
+def test_lists_are_written_where_prompts_are_tokenised(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not on the event loop, and not in more threads than there may be."""
+    token_list, threads = tokenizing.token_list, list[str]()
+
+    def told(text: str, encoding: Encoding) -> bytes:
+        threads.append(threading.current_thread().name)
+        return token_list(text, encoding)
+
+    monkeypatch.setattr(tokenizing, "token_list", told)
+    router.post("/tokenize", {"inputs": "a"})
+    router.post("/chat_tokenize", {"messages": [{"role": "user", "content": "a"}]})
+    assert len(threads) == 2 and all(name.startswith("validation") for name in threads)
 
 
 def test_no_tokens_are_an_empty_list(router: RunningRouter) -> None:
