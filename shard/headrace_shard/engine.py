@@ -30,7 +30,7 @@ from headrace_shard.sampling.sampler import SamplingBatch, sample
 from headrace_shard.sampling.state import SequenceSampling
 from headrace_shard.step import NewSequence, Step, StepResult
 from headrace_shard.validation import StepLimits, check, check_lengths
-from headrace_shard.warmup import CacheBudget, Capacity, largest_step, num_blocks_for
+from headrace_shard.warmup import CacheBudget, Capacity, largest_step, longest_decode, num_blocks_for
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,10 @@ class Engine:
 
     @torch.inference_mode()
     def warm_up(self, *, max_step_tokens: int, max_step_sequences: int, max_total_tokens: int) -> Capacity:
-        """Drop everything, run the largest step, give the memory that is left to the KV cache.
+        """Drop everything, run the largest steps, give the memory that is left to the KV cache.
 
         `max_total_tokens` caps the cache unless it is 0. Raises InvalidStep for a limit of 0, OutOfMemory
-        when the step or a single block does not fit.
+        when a step or a single block does not fit.
         """
         loaded = self._loaded
         block_size = loaded.backend.block_size
@@ -87,14 +87,18 @@ class Engine:
         self._forget_all()
         self._bind_cache(len(step.new_blocks))
         budget = CacheBudget(loaded.device, self._kv_cache_memory, self._cuda_memory_fraction)
-        self._limits = limits
-        try:
-            measured = self.step(step)
-        finally:
-            self._limits = None
-            self._forget_all()
-        if measured.errors:
-            logger.warning("warm-up: %s", measured.errors[0][1])
+        measured = self._rehearse(step, limits)
+        if loaded.device.type == "cuda":  # the memory of a CPU is not measured, only asked for
+            self._rehearse(
+                longest_decode(
+                    max_step_sequences=min(max_step_sequences, max_step_tokens),
+                    max_context_len=min(max_total_tokens or limits.max_positions, limits.max_positions),
+                    vocab_size=limits.vocab_size,
+                    block_size=block_size,
+                    num_blocks=limits.num_blocks,
+                ),
+                limits,
+            )
         num_bytes = block_bytes(loaded.config, loaded.backend, loaded.dtype)
         available = budget.available_bytes()
         num_blocks = num_blocks_for(
@@ -112,6 +116,18 @@ class Engine:
             step_seconds=measured.total_seconds,
             available_bytes=available,
         )
+
+    def _rehearse(self, step: Step, limits: StepLimits) -> StepResult:
+        """Execute a step on the temporary cache, and forget it."""
+        self._limits = limits
+        try:
+            result = self.step(step)
+        finally:
+            self._limits = None
+            self._forget_all()
+        if result.errors:
+            logger.warning("warm-up: %s", result.errors[0][1])
+        return result
 
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult:

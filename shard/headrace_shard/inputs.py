@@ -5,6 +5,8 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 
@@ -30,7 +32,7 @@ class ForwardInputs:
     """[S, max_blocks] int32, contiguous: blocks in sequence order; entries past the end are unread."""
     logit_rows: Tensor
     """[R] int64: rows of the hidden states whose logits are wanted."""
-    max_query_len: int
-    """Most tokens that one sequence has in this step; 1 in a pure decode."""
-    max_context_len: int
-    """Largest of `context_lens`."""
+    host_query_lens: npt.NDArray[np.int64]
+    """[S]: tokens of each sequence in this step, where no device has to be asked for them."""
+    host_context_lens: npt.NDArray[np.int64]
+    """[S]: the same as `context_lens`."""

@@ -61,8 +61,7 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
     slots = batch.block_table[token_rows, positions // block_size].astype(np.int64)
     slots *= block_size
     slots += positions % block_size
-    max_context_len = int(context_lens.max())
-    width = -(-max_context_len // block_size)
+    width = -(-int(context_lens.max()) // block_size)
     totals = batch.num_tokens[rows]
     sampled = np.flatnonzero(context_lens == totals)
     last_rows = starts[1:] - 1
@@ -89,8 +88,8 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
         context_lens=device_lens,
         block_tables=tables,
         logit_rows=device_logit_rows,
-        max_query_len=int(num_tokens.max()),
-        max_context_len=max_context_len,
+        host_query_lens=num_tokens,
+        host_context_lens=context_lens,
     )
     prompt_targets = tokens[target_rows, target_columns].long()
     return PreparedStep(inputs, sampled, sampled_rows, sampled_columns, parts, prompt_targets)

@@ -1,7 +1,8 @@
-"""The largest step a router may send, made up, and how many KV blocks the memory holds beside it.
+"""The largest steps a router may send, made up, and how many KV blocks the memory holds beside them.
 
-The step is as mixed as steps get: one long prompt with its log-probabilities, all other sequences with one
-token, every kind of sampling in each. Executes nothing and allocates nothing.
+`largest_step` is as mixed as steps get: one long prompt with its log-probabilities, all other sequences with
+one token, every kind of sampling in each. `longest_decode` looks back at the longest contexts, for a backend
+may copy them. Executes nothing and allocates nothing.
 """
 
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ _SAMPLING = SamplingParams(
     frequency_penalty=0.1,
     seed=1,
 )
+
+_NUM_DECODE_TOKENS = 2**17
+"""Contexts of a decode together; no backend copies more at once, but for a single longer context."""
 
 _MAX_DEFAULT_CPU_BYTES = 4 * GIB
 """More than that a machine's other programs would miss before a small model on a CPU uses it."""
@@ -61,27 +65,59 @@ def largest_step(
     lengths = _lengths(max_step_tokens, max_step_sequences, max_positions)
     num_blocks = -(-lengths // block_size)
     sequences = [
-        NewSequence(
-            id=number,
-            token_ids=np.arange(number, number + length) % vocab_size,
-            num_prompt_tokens=length,
-            num_computed_tokens=0,
-            sampling=_SAMPLING,
-            num_top=min(_NUM_TOP, vocab_size),
-            num_prompt_top=min(_NUM_TOP, vocab_size) if number == 0 else None,
-        )
+        _sequence(number, length, vocab_size, has_prompt_logprobs=number == 0)
         for number, length in enumerate(lengths.tolist())
     ]
+    return _step(sequences, lengths, num_blocks, np.arange(num_blocks.sum()))
+
+
+def longest_decode(
+    *, max_step_sequences: int, max_context_len: int, vocab_size: int, block_size: int, num_blocks: int
+) -> Step:
+    """One token each of contexts as long as can be, as many as are copied at once, at least one.
+
+    They share the `num_blocks` there are, for what is read does not matter.
+    """
+    count = max(1, min(max_step_sequences, _NUM_DECODE_TOKENS // max_context_len))
+    per_sequence = -(-max_context_len // block_size)
+    return _step(
+        [
+            _sequence(number, max_context_len, vocab_size, num_computed=max_context_len - 1)
+            for number in range(count)
+        ],
+        np.ones(count, dtype=np.int64),
+        np.full(count, per_sequence),
+        np.arange(count * per_sequence) % num_blocks,
+    )
+
+
+def _sequence(
+    number: int, length: int, vocab_size: int, *, num_computed: int = 0, has_prompt_logprobs: bool = False
+) -> NewSequence:
+    return NewSequence(
+        id=number,
+        token_ids=np.arange(number, number + length) % vocab_size,
+        num_prompt_tokens=length,
+        num_computed_tokens=num_computed,
+        sampling=_SAMPLING,
+        num_top=min(_NUM_TOP, vocab_size),
+        num_prompt_top=min(_NUM_TOP, vocab_size) if has_prompt_logprobs else None,
+    )
+
+
+def _step(
+    sequences: list[NewSequence], num_tokens: IntArray, num_new_blocks: IntArray, new_blocks: IntArray
+) -> Step:
     return Step(
         id=0,
         is_decode=False,
         dropped_ids=[],
         new_sequences=sequences,
         refused={},
-        ids=list(range(len(lengths))),
-        num_tokens=lengths,
-        num_new_blocks=num_blocks,
-        new_blocks=np.arange(num_blocks.sum()),
+        ids=[sequence.id for sequence in sequences],
+        num_tokens=num_tokens,
+        num_new_blocks=num_new_blocks,
+        new_blocks=new_blocks,
     )
 
 

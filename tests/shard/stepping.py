@@ -68,8 +68,8 @@ class Paged:
             context_lens=torch.tensor(lens, dtype=torch.int32),
             block_tables=torch.tensor(tables, dtype=torch.int32),
             logit_rows=torch.tensor(starts[1:] - 1),
-            max_query_len=max(counts),
-            max_context_len=max(lens),
+            host_query_lens=np.array(counts),
+            host_context_lens=np.array(lens),
         )
 
     def run(self, model: CausalLM, step: dict[str, int]) -> dict[str, Tensor]:

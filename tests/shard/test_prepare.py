@@ -94,8 +94,8 @@ def test_every_tensor_is_what_a_plain_loop_gives(sequences: list[Case], random: 
     assert inputs.query_starts.tolist() == starts
     lens = [sequences[number].num_computed + sequences[number].count for number in order]
     assert inputs.context_lens.tolist() == lens
-    assert inputs.max_context_len == max(lens)
-    assert inputs.max_query_len == max(sequences[number].count for number in order)
+    assert inputs.host_context_lens.tolist() == lens
+    assert inputs.host_query_lens.tolist() == [sequences[number].count for number in order]
     assert inputs.logit_rows.tolist() == [starts[index + 1] - 1 for index in sampled] + prompt_rows
     assert step.sampled.tolist() == sampled
     assert step.sampled_columns.tolist() == [sequences[order[index]].num_tokens for index in sampled]

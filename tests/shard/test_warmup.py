@@ -1,8 +1,9 @@
 """The largest step: within its limits, as large as they allow, mixed."""
 
 import pytest
+from headrace_shard.engine import Engine
 from headrace_shard.errors import OutOfMemory
-from headrace_shard.warmup import largest_step, num_blocks_for
+from headrace_shard.warmup import largest_step, longest_decode, num_blocks_for
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,6 +31,29 @@ def test_step_is_as_large_as_the_limits_allow(
     )
     assert step.num_new_blocks.tolist() == [-(-length // 16) for length in lengths]
     assert step.new_blocks.tolist() == list(range(sum(step.num_new_blocks.tolist())))
+
+
+@pytest.mark.parametrize(
+    ("max_context_len", "num_sequences"), [(1, 32), (400, 32), (2**13, 16), (2**16, 2), (2**17 + 5, 1)]
+)
+def test_longest_decode_looks_back_at_what_fits_its_tokens(max_context_len: int, num_sequences: int) -> None:
+    step = longest_decode(
+        max_step_sequences=32, max_context_len=max_context_len, vocab_size=50, block_size=16, num_blocks=3
+    )
+    assert [len(sequence.token_ids) for sequence in step.new_sequences] == [max_context_len] * num_sequences
+    assert all(sequence.num_computed_tokens == max_context_len - 1 for sequence in step.new_sequences)
+    assert step.num_tokens.tolist() == [1] * num_sequences
+    assert step.num_new_blocks.sum() == len(step.new_blocks) == num_sequences * -(-max_context_len // 16)
+    assert max(step.new_blocks) < 3
+
+
+def test_longest_decode_can_be_executed(engine: Engine) -> None:
+    step = longest_decode(
+        max_step_sequences=32, max_context_len=512, vocab_size=384, block_size=16, num_blocks=64
+    )
+    result = engine.step(step)
+    assert not result.errors
+    assert len(result.token_ids) == 32
 
 
 def test_blocks_are_capped_by_the_tokens_that_are_wanted() -> None:

@@ -1,12 +1,17 @@
 """The sdpa backend against attention written out in float64, one query at a time."""
 
+from collections.abc import Callable
+
+import numpy as np
 import pytest
 import torch
+from headrace_shard.attention import sdpa
 from headrace_shard.attention.sdpa import SdpaBackend
 from headrace_shard.inputs import ForwardInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.shard.stepping import Paged
 
@@ -65,20 +70,27 @@ def attend(
     return outputs, torch.cat(expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5),
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 1)]),
+    max_bytes=st.sampled_from([1, 1000, 10_000, 10**9]),
 )
-def test_any_mix_of_chunks_and_decodes(steps: list[tuple[int, int]], heads: tuple[int, int]) -> None:
-    outputs, expected = attend(steps, *heads, torch.float32)
+def test_any_mix_of_chunks_and_decodes(
+    steps: list[tuple[int, int]], heads: tuple[int, int], max_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "_MAX_BYTES", max_bytes)
+        outputs, expected = attend(steps, *heads, torch.float32)
     torch.testing.assert_close(outputs.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)
 @given(befores=st.lists(st.integers(0, 70), min_size=1, max_size=6))
 def test_pure_decode(befores: list[int]) -> None:
-    outputs, expected = attend([(before, 1) for before in befores], 4, 2, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sdpa, "_MIN_GROUP_BLOCKS", 1)
+        outputs, expected = attend([(before, 1) for before in befores], 4, 2, torch.float32)
     torch.testing.assert_close(outputs.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -101,3 +113,75 @@ def test_steps_of_one_backend_are_planned_each_for_itself() -> None:
             backend.attend(queries, cache, cache, paged.inputs({"a": num_tokens}), SCALE).shape
             == queries.shape
         )
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Bytes of the largest tensor that is made while it is on, views of older ones aside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
+        made = func(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
+        for tensor in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
+        return made
+
+
+def largest_of(steps: list[tuple[int, int]]) -> int:
+    """Largest tensor that attention makes for sequences of (tokens before, tokens in the step), 4 heads."""
+    backend = SdpaBackend()
+    num_blocks = sum(-(-(before + count) // backend.block_size) for before, count in steps)
+    paged = Paged(backend.block_size, num_blocks)
+    for name, (before, count) in enumerate(steps):
+        paged.add(str(name), [0] * (before + count))
+    past = {str(name): before for name, (before, _) in enumerate(steps) if before}
+    if past:
+        paged.inputs(past)
+    inputs = paged.inputs({str(name): count for name, (_, count) in enumerate(steps)})
+    cache = torch.zeros(backend.cache_shape(num_blocks, 2, HEAD_DIM))
+    queries = torch.zeros(len(inputs.token_ids), 4, HEAD_DIM)
+    with Largest() as largest:
+        backend.attend(queries, cache, cache, inputs, SCALE)
+    num_bytes: int = largest.num_bytes
+    return num_bytes
+
+
+TOKEN_BYTES = 2 * HEAD_DIM * 4
+"""Of the keys of one token, and of its values."""
+
+
+def test_long_context_costs_no_memory_for_the_short_ones_beside_it() -> None:
+    alone = largest_of([(4000, 1)])
+    assert alone >= 4000 * TOKEN_BYTES
+    assert largest_of([(15, 1)] * 31 + [(4000, 1)] + [(15, 1)] * 32) == alone
+
+
+def test_what_is_gathered_for_several_sequences_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sdpa, "_MAX_BYTES", 2 * 3 * 512 * TOKEN_BYTES)
+    assert largest_of([(511, 1)] * 20) == 3 * 512 * TOKEN_BYTES
+
+
+@pytest.mark.parametrize("before", [0, 1500])
+def test_scores_of_a_chunk_are_bounded(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
+    bound = 2**18
+    monkeypatch.setattr(sdpa, "_MAX_BYTES", bound)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        largest = largest_of([(before, 500)])
+    assert largest <= max(bound, (before + 500) * TOKEN_BYTES)
+    assert bound < 4 * 500 * (before + 500) * 4
+
+
+def test_groups_hold_everybody_once_and_little_else() -> None:
+    num_blocks = np.array([1, 1000, 3, 9, 8, 17, 16, 100, 64, 1])
+    groups = sdpa._grouped(np.array([0, 1, 2, 3, 5, 6, 7, 8, 9]), num_blocks, block_bytes=2**20)
+    assert [group.tolist() for group in groups] == [[1], [7], [8], [5], [6, 3], [2, 0, 9]]
