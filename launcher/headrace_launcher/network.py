@@ -1,12 +1,17 @@
-"""What the launcher asks the network: is this port free, does that socket answer, is the router healthy."""
+"""What the launcher asks the network: is this port free, is the router healthy, is the shard alive."""
 
 import asyncio
 import errno
 import os
 import socket
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from headrace_launcher.errors import StartError
+
+if TYPE_CHECKING:
+    # Only the stub files know it.
+    from headrace_proto.shard_pb2_grpc import ShardAsyncStub
 
 PROBE_SECONDS = 5.0
 """How long one question may take."""
@@ -68,3 +73,25 @@ async def health_status(hostname: str, port: int) -> int | None:
         return int(status_line.split()[1])
     except (OSError, TimeoutError, ValueError, IndexError):
         return None
+
+
+async def shard_is_alive(socket_path: str) -> bool:
+    """Whether the shard on a Unix socket answers `Health` in time, for which its device has to compute.
+
+    That is not whether it serves: it answers while it warms up too.
+    """
+    # Not before anybody is asked: the children need not wait for these packages.
+    import grpc
+    import grpc.aio
+    from headrace_proto import shard_pb2 as pb
+    from headrace_proto.shard_pb2_grpc import ShardStub
+
+    # A new channel each time: an old one would wait before it looks for a shard that has started again.
+    options = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
+    async with grpc.aio.insecure_channel(f"unix://{socket_path}", options=options) as channel:
+        stub: ShardAsyncStub = ShardStub(channel)  # type: ignore[assignment]
+        try:
+            await stub.Health(pb.HealthRequest(), timeout=PROBE_SECONDS)
+        except grpc.aio.AioRpcError:
+            return False
+    return True

@@ -7,7 +7,9 @@
 The router is started together with the shard, for it waits for it by itself and answers 503 meanwhile: the
 two start-ups overlap. A dead router is started again like a dead shard: the model stays loaded, so the
 service is back within a second, where ending everything would cost a whole start-up. Who is frozen, not dead,
-shows in the router's `/health`, and is killed. Knows nothing of models or requests.
+gives no answer of its own, and is killed. A shard that answers, while the router's `/health` says that nobody
+is served, may be warming up for a router that has lost sight of it: it has several times as long as its first
+warm-up took. Knows nothing of models or requests.
 """
 
 import asyncio
@@ -18,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from headrace_launcher.errors import ChildFailed, StartError
-from headrace_launcher.network import health_status, listens
+from headrace_launcher.network import health_status, listens, shard_is_alive
 from headrace_launcher.process import Child
 
 logger = logging.getLogger(__name__)
@@ -29,17 +31,26 @@ STEADY_SECONDS = 60.0
 """A child that has run for so long is started again after the first pause."""
 
 MAX_FAILED_STARTS = 5
-FROZEN_SECONDS = 10.0
-"""Without an answer, on top of the patience that the router has had before it says so."""
+FROZEN_SECONDS = 20.0
+"""Without an answer."""
 
-MIN_FROZEN_PROBES = 3
+WARM_UPS = 4.0
+"""A shard that answers may keep everybody waiting for so many times what its first warm-up took."""
+
+MIN_WAIT_SECONDS = 30.0
+"""And for so long at least."""
+
+MIN_FAILED_LOOKS = 3
+"""Time alone does not count: a launcher may have been stopped itself for a while."""
+
 STARTING_PROBE_SECONDS = 0.05
 SERVING_PROBE_SECONDS = 1.0
 STOP_SECONDS = 5.0
 """For a child without requests to end after SIGTERM."""
 
-DRAIN_MARGIN_SECONDS = 5.0
-"""What the router gets beyond the drain's own time limit, to close what is left."""
+DRAIN_MARGIN_SECONDS = 15.0
+"""What the router gets beyond the drain's own time limit. It needs some seconds itself, for clients to take
+the last of their answers (`CLOSING_SECONDS` of its `__main__`), and is not to be killed meanwhile."""
 
 
 class State(enum.Enum):
@@ -48,6 +59,26 @@ class State(enum.Enum):
     STARTING = "starting"
     SERVING = "serving"
     WAITING = "waiting"
+
+
+class Trouble:
+    """Something that is wrong, look after look."""
+
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._num_looks = 0
+
+    def end(self) -> None:
+        """It was not found at this look."""
+        self._began = None
+        self._num_looks = 0
+
+    def lasts(self, seconds: float) -> bool:
+        """It was found again; whether that has gone on for so long."""
+        now = time.monotonic()
+        self._began = now if self._began is None else self._began
+        self._num_looks += 1
+        return now - self._began >= seconds and self._num_looks >= MIN_FAILED_LOOKS
 
 
 class Supervised:
@@ -66,8 +97,10 @@ class Supervised:
         self._has_served = False
         self._num_failed_starts = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        self._failing_since: float | None = None
-        self._num_failed_probes = 0
+        self._silence = Trouble()
+        self._uselessness = Trouble()
+        self._first_answer_at: float | None = None
+        self._wait_seconds = MIN_WAIT_SECONDS
 
     async def run(self) -> None:
         """Starts the program again and again. Raises ChildFailed when that is hopeless."""
@@ -78,7 +111,9 @@ class Supervised:
             await self.child.ended.wait()
             self._settle(self.child, time.monotonic() - started)
             self.state = State.WAITING
-            self.answered()
+            self._silence.end()
+            self._uselessness.end()
+            self._first_answer_at = None
             await asyncio.sleep(self._pause_seconds)
             self._pause_seconds = min(2 * self._pause_seconds, MAX_PAUSE_SECONDS)
 
@@ -108,30 +143,39 @@ class Supervised:
             self._pause_seconds,
         )
 
+    def answered(self) -> None:
+        """It is alive, as far as a look can tell."""
+        self._silence.end()
+        if self._first_answer_at is None:
+            self._first_answer_at = time.monotonic()
+
     def served(self) -> None:
         """It was seen at work."""
         if self.state is State.WAITING:
             return  # it died just after the look
+        if not self._has_served and self._first_answer_at is not None:
+            took_seconds = time.monotonic() - self._first_answer_at
+            self._wait_seconds = max(WARM_UPS * took_seconds, MIN_WAIT_SECONDS)
         self.state = State.SERVING
         self._has_served = True
-        self.answered()
+        self._silence.end()
+        self._uselessness.end()
 
-    def answered(self) -> None:
-        """It is alive, as far as a look can tell."""
-        self._failing_since = None
-        self._num_failed_probes = 0
+    def gave_no_answer(self) -> None:
+        """When that goes on for long, the process is killed and so started again."""
+        if self.state is State.SERVING and self._silence.lasts(FROZEN_SECONDS):
+            self._kill("has given no answer", FROZEN_SECONDS)
 
-    def failed_probe(self) -> None:
-        """It gave no answer; when that goes on for long, the process is killed and so started again."""
-        if self.state is not State.SERVING or self.child is None:
-            return
-        now = time.monotonic()
-        self._failing_since = now if self._failing_since is None else self._failing_since
-        self._num_failed_probes += 1
-        # The count is for a launcher that was itself stopped for a while.
-        if now - self._failing_since >= FROZEN_SECONDS and self._num_failed_probes >= MIN_FROZEN_PROBES:
-            logger.error("the %s has given no answer for %.0f s, killing it", self.name, FROZEN_SECONDS)
-            self.answered()
+    def was_of_no_use(self) -> None:
+        """It answers and has served, but nobody is served. When that goes on for long, it is killed."""
+        if self.state is State.SERVING and self._uselessness.lasts(self._wait_seconds):
+            self._kill("has answered, but been of no use,", self._wait_seconds)
+
+    def _kill(self, what: str, seconds: float) -> None:
+        if self.child is not None:
+            logger.error("the %s %s for %.0f s, killing it", self.name, what, seconds)
+            self._silence.end()
+            self._uselessness.end()
             self.child.kill_group()
 
     async def stop(self, timeout_seconds: float) -> None:
@@ -184,17 +228,9 @@ class Supervisor:
         is_serving = was_serving = False
         while True:
             status = await health_status(self._hostname, self._port)
-            is_serving = status == 200 and await self._does_shard_listen()
-            if is_serving:
-                self._shard.served()
-                self._router.served()
-            elif status is None:
-                self._shard.answered()  # nobody could ask it
-                self._router.failed_probe()
-            else:
-                self._router.answered()
-                if self._router.state is State.SERVING:
-                    self._shard.failed_probe()
+            is_alive = await self._is_shard_alive()
+            is_serving = status == 200 and is_alive
+            self._judge(status, is_alive)
             if is_serving and not was_serving:
                 logger.info(
                     "ready on http://%s:%d after %.1f s",
@@ -205,11 +241,29 @@ class Supervisor:
                 was_serving = True
             elif was_serving and self._is_anybody_down():
                 was_serving, started = False, time.monotonic()
-            await asyncio.sleep(SERVING_PROBE_SECONDS if is_serving else STARTING_PROBE_SECONDS)
+            await asyncio.sleep(STARTING_PROBE_SECONDS if self._is_anybody_down() else SERVING_PROBE_SECONDS)
 
-    async def _does_shard_listen(self) -> bool:
-        # A router may still be healthy by the word of the shard's predecessor. One that serves is left alone.
-        return self._shard.state is State.SERVING or await listens(str(self._socket))
+    def _judge(self, status: int | None, is_alive: bool) -> None:
+        """What a look means. `status` is that of the router's `/health`, `is_alive` the shard's own word."""
+        if status is None:
+            self._router.gave_no_answer()
+        else:
+            self._router.answered()
+        if not is_alive:
+            self._shard.gave_no_answer()
+            return
+        self._shard.answered()
+        # A router may still be healthy by the word of the shard's predecessor.
+        if status == 200:
+            self._shard.served()
+            self._router.served()
+        elif status is not None and self._router.state is State.SERVING:
+            self._shard.was_of_no_use()
+
+    async def _is_shard_alive(self) -> bool:
+        # While it starts it is asked often, and has nobody to be told apart from.
+        ask = shard_is_alive if self._shard.state is State.SERVING else listens
+        return await ask(str(self._socket))
 
     def _is_anybody_down(self) -> bool:
         return any(child.state is not State.SERVING for child in (self._shard, self._router))

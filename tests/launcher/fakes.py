@@ -2,9 +2,9 @@
 
 `packages` puts them in front of the real ones, so that `python -m headrace_shard` runs the fake while
 `headrace_shard.config` stays the real module. Each appends what happens to it to the file `events`.
-What they do is set by variables: FAKE_SHARD (`fails`, `slow`, `orphans`) and FAKE_ROUTER (`fails-router`,
-`stubborn`), read at each start; a file with such words at FAKE_MOOD wins, for a change of mind between two
-starts.
+What they do is set by variables: FAKE_SHARD (`fails`, `slow`, `orphans`, `numb`: its device does not compute)
+and FAKE_ROUTER (`fails-router`, `stubborn`, `warming`: it says that nobody is served); a file with such words
+at FAKE_MOOD wins, for a change of mind.
 """
 
 import os
@@ -70,9 +70,6 @@ def on_term(*_):
     note("told to end")
     os._exit(0)
 signal.signal(signal.SIGTERM, on_term)
-server = socket.socket(socket.AF_UNIX)
-server.bind(option("--listen").removeprefix("unix://"))
-server.listen()
 if "orphans" in mood("FAKE_SHARD"):
     parent = os.fork()
     if parent == 0:
@@ -81,11 +78,23 @@ if "orphans" in mood("FAKE_SHARD"):
             note("orphan ends")
         os._exit(0)
     os.waitpid(parent, 0)
+import grpc
+from concurrent.futures import ThreadPoolExecutor
+from headrace_proto import shard_pb2, shard_pb2_grpc
+
+class Shard(shard_pb2_grpc.ShardServicer):
+    def Health(self, request, context):
+        if "numb" in mood("FAKE_SHARD"):
+            context.abort(grpc.StatusCode.INTERNAL, "an illegal memory access")
+        return shard_pb2.HealthResponse()
+
+server = grpc.server(ThreadPoolExecutor(2))
+shard_pb2_grpc.add_ShardServicer_to_server(Shard(), server)
+server.add_insecure_port(option("--listen"))
+server.start()
 note("serves")
 while True:
-    connection, _ = server.accept()
-    with connection, contextlib.suppress(OSError):
-        connection.sendall(b"ok")
+    signal.pause()
 """
 )
 
@@ -109,7 +118,7 @@ class Handler(BaseHTTPRequestHandler):
             with socket.socket(socket.AF_UNIX) as connection:
                 connection.settimeout(0.2)
                 connection.connect(shard)
-                status = 200 if connection.recv(2) == b"ok" else 503
+                status = 200 if connection.recv(2) and "warming" not in mood("FAKE_ROUTER") else 503
         except OSError:
             status = 503
         self.send_response(status)

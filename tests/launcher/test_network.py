@@ -5,8 +5,11 @@ import socket
 from pathlib import Path
 
 import pytest
+from headrace_launcher import network
 from headrace_launcher.errors import StartError
-from headrace_launcher.network import claim_port, health_status, listens, reachable_name
+from headrace_launcher.network import claim_port, health_status, listens, reachable_name, shard_is_alive
+
+from tests.fake_shard import FakeShard, serving
 
 
 def test_a_free_port_stays_free(free_port: int) -> None:
@@ -72,3 +75,25 @@ def test_health_status(answer: bytes, status: int | None) -> None:
 
 def test_nobody_is_no_status(free_port: int) -> None:
     assert asyncio.run(health_status("127.0.0.1", free_port)) is None
+
+
+def test_a_shard_is_alive_while_its_device_computes(tmp_path: Path) -> None:
+    async def work() -> None:
+        path = str(tmp_path / "socket")
+        assert not await shard_is_alive(path)
+        async with serving(shard := FakeShard(), f"unix://{path}"):
+            assert await shard_is_alive(path)
+            shard.health_error = "an illegal memory access"
+            assert not await shard_is_alive(path)
+        assert not await shard_is_alive(path)
+
+    asyncio.run(work())
+
+
+def test_a_shard_that_gives_no_answer_is_not_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "PROBE_SECONDS", 0.2)
+    path = str(tmp_path / "socket")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen()
+        assert not asyncio.run(shard_is_alive(path))

@@ -14,6 +14,7 @@ from headrace_launcher import supervisor
 from headrace_launcher.errors import ChildFailed, StartError
 from headrace_launcher.process import watch_children
 from headrace_launcher.supervisor import Supervised, Supervisor
+from headrace_router.__main__ import CLOSING_SECONDS
 
 from tests.launcher.fakes import Fakes, is_running
 
@@ -165,6 +166,79 @@ def test_a_frozen_child_is_killed_and_started_again(
     run(work())
     other = {"shard": "router", "router": "shard"}[name]
     assert fakes.events().count(f"{other} starts") == 1
+
+
+def test_a_shard_whose_device_does_not_compute_is_started_again(
+    fakes: Fakes, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FROZEN_SECONDS", 0.2)
+
+    async def work() -> None:
+        group = Group(fakes, free_port, tmp_path)
+        async with running(group):
+            await until(lambda: both_serve(group))
+            fakes.mood_path.write_text("numb")
+            await until(lambda: fakes.events().count("shard starts") == 2)
+            fakes.mood_path.write_text("")
+            await until(lambda: both_serve(group))
+
+    run(work())
+    assert fakes.events().count("router starts") == 1
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_shard_that_warms_up_again_has_time(
+    is_patient: bool, fakes: Fakes, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "FROZEN_SECONDS", 0.1)
+    monkeypatch.setattr(supervisor, "MIN_WAIT_SECONDS", 1000.0 if is_patient else 0.1)
+    monkeypatch.setattr(supervisor, "WARM_UPS", 0.0)
+    looks: list[int | None] = []
+
+    async def work() -> None:
+        group = Group(fakes, free_port, tmp_path)
+        judge = group.supervisor._judge
+
+        def count(status: int | None, is_alive: bool) -> None:
+            looks.append(status)
+            judge(status, is_alive)
+
+        monkeypatch.setattr(group.supervisor, "_judge", count)
+        async with running(group):
+            await until(lambda: both_serve(group))
+            looks.clear()
+            fakes.mood_path.write_text("warming")
+            if is_patient:
+                await until(lambda: looks.count(503) >= 10)
+            else:
+                await until(lambda: fakes.events().count("shard starts") == 2)
+            fakes.mood_path.write_text("")
+            await until(lambda: both_serve(group))
+
+    run(work())
+    assert fakes.events().count("shard starts") == (1 if is_patient else 2)
+    assert fakes.events().count("router starts") == 1
+
+
+def test_the_first_warm_up_says_how_long_the_next_ones_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    shard = Supervised("shard", [], {})
+    shard.state = supervisor.State.STARTING
+    shard.answered()
+    now = 3.0
+    shard.answered()
+    now = 50.0
+    shard.served()
+    assert shard._wait_seconds == supervisor.WARM_UPS * 50
+    now = 60.0
+    shard.answered()
+    shard.served()
+    assert shard._wait_seconds == supervisor.WARM_UPS * 50
+
+
+def test_a_router_has_time_to_close_what_is_left() -> None:
+    assert supervisor.DRAIN_MARGIN_SECONDS >= 2 * CLOSING_SECONDS
 
 
 def test_stop_while_the_shard_loads(fakes: Fakes, free_port: int, tmp_path: Path) -> None:
