@@ -36,7 +36,6 @@ class ShardInfo:
     dtype: str
     device: str
     """`cpu` or `cuda`."""
-    attention: str
     block_size: int
     vocab_size: int
     max_positions: int

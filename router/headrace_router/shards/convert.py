@@ -124,7 +124,6 @@ def from_info_response(response: pb.InfoResponse) -> ShardInfo:
         model_type=response.model_type,
         dtype=response.dtype,
         device=response.device,
-        attention=response.attention,
         block_size=response.block_size,
         vocab_size=response.vocab_size,
         max_positions=response.max_positions,

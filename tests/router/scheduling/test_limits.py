@@ -10,7 +10,6 @@ INFO = ShardInfo(
     model_type="llama",
     dtype="bfloat16",
     device="cpu",
-    attention="cpu",
     block_size=16,
     vocab_size=1000,
     max_positions=2048,
