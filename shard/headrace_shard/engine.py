@@ -27,7 +27,7 @@ from headrace_shard.prepare import prepare
 from headrace_shard.results import NOT_FINITE, put_prompt_logprobs, put_tokens
 from headrace_shard.runner import Runner, Stopwatch
 from headrace_shard.sampling.sampler import SamplingBatch, sample
-from headrace_shard.sampling.state import SequenceSampling
+from headrace_shard.sampling.state import PenaltyTable, SequenceSampling
 from headrace_shard.step import NewSequence, Step, StepResult
 from headrace_shard.validation import StepLimits, check, check_lengths
 from headrace_shard.warmup import CacheBudget, Capacity, largest_step, longest_decode, num_blocks_for
@@ -55,6 +55,7 @@ class Engine:
 
     def _forget_all(self) -> None:
         self._batch = Batch(self._loaded.device, self._loaded.backend.block_size)
+        self._penalties = PenaltyTable(self._loaded.config.vocab_size, self._loaded.device)
         self._sampling_of: dict[int, SequenceSampling] = {}
         self._failed: dict[int, str] = {}
         self._sampling_batch: tuple[list[int], SamplingBatch] | None = None
@@ -166,7 +167,8 @@ class Engine:
         """Forget sequences; unknown ids are no error. Gives how many are held after that."""
         ids = list(ids)
         for number in ids:
-            self._sampling_of.pop(number, None)
+            if number in self._sampling_of:
+                self._sampling_of.pop(number).close()
             self._failed.pop(number, None)
         if self._batch.drop(ids):
             self._sampling_batch = None
@@ -204,8 +206,7 @@ class Engine:
             sequence.sampling,
             sequence.token_ids[: sequence.num_prompt_tokens],
             sequence.token_ids[sequence.num_prompt_tokens :],
-            self._loaded.config.vocab_size,
-            self._loaded.device,
+            self._penalties,
         )
 
     def _execute(self, step: Step, result: StepResult) -> None:

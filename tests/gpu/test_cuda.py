@@ -10,7 +10,7 @@ from headrace_shard.engine import Engine
 from headrace_shard.loading import load
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.sampling.sampler import SamplingBatch, sample
-from headrace_shard.sampling.state import SequenceSampling
+from headrace_shard.sampling.state import PenaltyTable, SequenceSampling
 
 from tests.end_to_end.server import generate, running
 from tests.shard.small_router import GREEDY, LONG, SHORT, VARIED, SmallRouter, execute_on
@@ -71,7 +71,8 @@ def test_sampling_gives_what_the_cpu_gives() -> None:
     drawn = []
     for name in ("cpu", "cuda"):
         device = torch.device(name)
-        states = [SequenceSampling(params, [1, 2, 3], [4, 4], 5000, device) for params in parameters]
+        table = PenaltyTable(5000, device)
+        states = [SequenceSampling(params, [1, 2, 3], [4, 4], table) for params in parameters]
         batch = SamplingBatch(states)
         ids = []
         for _ in range(5):

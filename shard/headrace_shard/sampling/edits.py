@@ -16,7 +16,7 @@ class LogitEdits:
     """What happens to the logits of one batch before temperature and truncation."""
 
     def __init__(self, sequences: Sequence[SequenceSampling], vocab_size: int, device: torch.device) -> None:
-        """Takes over the counts and histories of the sequences, in row order."""
+        """Of sequences in row order."""
         self._num_steps = 0
         self._lay_bias(sequences, vocab_size, device)
         self._lay_suppression(sequences, vocab_size, device)

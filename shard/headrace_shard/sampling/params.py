@@ -61,14 +61,9 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1 or only_top
 
     @property
-    def uses_counts(self) -> bool:
-        """Whether it matters how often a token is in the output."""
-        return self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
     def uses_history(self) -> bool:
         """Whether any token of prompt or output changes the logits."""
-        return self.uses_counts or self.repetition_penalty != 1
+        return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
 
 def _check(name: str, value: float, minimum: float, maximum: float) -> None:

@@ -37,15 +37,14 @@ _NUM_UNIFORMS = 16
 class SamplingBatch:
     """The sequences of the rows of a step, prepared for as many steps as the rows stay the same.
 
-    Building one moves the state of the sequences into it; a batch that was built earlier over one of them
-    must not be used again.
+    It counts on for the sequences; a batch that was built earlier over one of them must not be used again.
     """
 
     def __init__(self, sequences: Sequence[SequenceSampling]) -> None:
-        """One sequence per row of logits, in order; at least one, all of one vocabulary and device."""
+        """One sequence per row of logits, in order; at least one, all of one table."""
         self.num_rows = len(sequences)
-        self.vocab_size = sequences[0].vocab_size
-        self._device = sequences[0].device
+        self.vocab_size = sequences[0].table.vocab_size
+        self._device = sequences[0].table.device
         self._progress = lay_progress(sequences)
         self._seeds = np.array([[s.params.seed] for s in sequences], dtype=np.uint64)
         self._uniforms: Tensor | None = None

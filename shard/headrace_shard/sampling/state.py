@@ -1,11 +1,10 @@
-"""What one sequence keeps between steps for its sampling. Knows no logits and no other sequence's tokens.
+"""What sequences keep between steps for their sampling. Knows no logits.
 
-    SequenceSampling ──several, side by side──► Penalties (counts [P + 1, V], history [P, C])
-            ▲                                        │
-            └── looks at its own row ────────────────┘
+    SequenceSampling ──has, if its penalties need it──► row of PenaltyTable ◄──of some── Penalties of a batch
 
-Laying sequences side by side moves their state into the newest batch; each of them then looks at its row of
-it. So the newest batch over a sequence is the only one that may go on.
+Rows stay where they are while batches come and go, so that a sequence that joins or leaves costs the others
+nothing. Only how many tokens were generated is counted by the newest batch over a sequence, so that no older
+one may go on.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,53 @@ from headrace_shard.sampling.params import SamplingParams
 
 IntArray = npt.NDArray[np.int64]
 
-_SPARE_COLUMNS = 64
+_FIRST_NUM_ROWS = 4
+_FIRST_NUM_COLUMNS = 256
+
+
+class PenaltyTable:
+    """Output counts and touched tokens of every sequence with penalties, a row each, on the device."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+        self.counts: Tensor = torch.zeros((0, vocab_size), dtype=torch.int32, device=device)
+        """[rows, V]: how often each token is in the output."""
+        self.history: Tensor = torch.zeros((0, _FIRST_NUM_COLUMNS), dtype=torch.int32, device=device)
+        """[rows, C]: the tokens that penalties touch, in order; behind the last any of them, or 0."""
+        self._free: list[int] = []
+
+    def add(self, touched: IntArray, output: IntArray) -> int:
+        """A row for a sequence whose penalties touch these tokens by now, of which some are in the output."""
+        if not self._free:
+            self._grow_rows()
+        row = self._free.pop()
+        self.reserve(len(touched))
+        counts = np.bincount(output, minlength=self.vocab_size).astype(np.int32)
+        self.counts[row] = torch.from_numpy(counts).to(self.device)
+        # A repeated id changes nothing, so the first one fills what is unused.
+        filled = np.full(self.history.shape[1], touched[0] if len(touched) else 0, dtype=np.int32)
+        filled[: len(touched)] = touched
+        self.history[row] = torch.from_numpy(filled).to(self.device)
+        return row
+
+    def free(self, row: int) -> None:
+        """Its sequence is gone."""
+        self._free.append(row)
+
+    def reserve(self, num_columns: int) -> None:
+        """Have room for so many touched tokens in each row."""
+        missing = num_columns - self.history.shape[1]
+        if missing > 0:
+            spare = self.history[:, :1].expand(-1, max(missing, self.history.shape[1]))
+            self.history = torch.cat([self.history, spare], dim=1)
+
+    def _grow_rows(self) -> None:
+        old = len(self.counts)
+        new = max(_FIRST_NUM_ROWS, old)
+        self.counts = torch.cat([self.counts, self.counts.new_zeros((new, self.vocab_size))])
+        self.history = torch.cat([self.history, self.history.new_zeros((new, self.history.shape[1]))])
+        self._free += range(old + new - 1, old - 1, -1)
 
 
 class SequenceSampling:
@@ -30,16 +75,14 @@ class SequenceSampling:
         params: SamplingParams,
         prompt_ids: Sequence[int] | IntArray,
         output_ids: Sequence[int] | IntArray,
-        vocab_size: int,
-        device: torch.device,
+        table: PenaltyTable,
     ) -> None:
         """After a preemption, `output_ids` is what was generated before it: the rest follows unchanged.
 
         Raises ValueError for an id outside the vocabulary, or an empty prompt.
         """
         self.params = params
-        self.vocab_size = vocab_size
-        self.device = device
+        self.table = table
         prompt = np.asarray(prompt_ids, dtype=np.int64)
         output = np.asarray(output_ids, dtype=np.int64)
         if len(prompt) == 0:
@@ -52,113 +95,76 @@ class SequenceSampling:
             ("logit_bias", bias),
             ("suppressed_token_ids", suppressed),
         ):
-            _check_ids(name, ids, vocab_size)
+            _check_ids(name, ids, table.vocab_size)
         self.progress: IntArray = np.array([len(output)], dtype=np.int64)
-        """Array of which element `row` is the number of tokens generated; shared by a batch."""
-        self.row = 0
-        self.counts: Tensor | None = None
-        """[V] int32: how often each token is in the output; only where the parameters use it."""
-        self.history: Tensor | None = None
-        """[at least num_history] int64: the tokens that penalties touch, with repeats."""
+        """Array of which element `place` is the number of tokens generated; shared by a batch."""
+        self.place = 0
         self.num_prompt_history = len(prompt) if params.repetition_penalty != 1 else 0
-        if params.uses_counts:
-            counts = np.bincount(output, minlength=vocab_size).astype(np.int32)
-            self.counts = torch.tensor(counts, device=device)
+        self.row: int | None = None
+        """In the table; None where the parameters use no history."""
         if params.uses_history:
             touched = np.concatenate([prompt, output]) if self.num_prompt_history else output
-            self.history = torch.tensor(touched, device=device)
+            self.row = table.add(touched, output)
+
+    def close(self) -> None:
+        """The sequence is gone; it is in no batch any more."""
+        if self.row is not None:
+            self.table.free(self.row)
 
     @property
     def num_generated(self) -> int:
         """Tokens generated so far: the index of the next one."""
-        return int(self.progress[self.row])
+        return int(self.progress[self.place])
 
     @property
     def num_history(self) -> int:
-        """Entries of `history` that count."""
+        """Tokens that penalties touch."""
         return self.num_prompt_history + self.num_generated
 
 
 class Penalties:
-    """Counts and histories of P sequences that use them, and the penalties themselves, as tensors."""
+    """Of the P sequences of a batch that use a history: rows in the table, and the penalties themselves."""
 
     def __init__(self, sequences: Sequence[SequenceSampling]) -> None:
-        """Takes over the state of the sequences, all of which use a history."""
-        self._sequences = list(sequences)
-        self._device = sequences[0].device
-        self._vocab_size = sequences[0].vocab_size
+        self._table = sequences[0].table
+        self._device = self._table.device
         self.repetition = self._column([s.params.repetition_penalty for s in sequences])
         """[P, 1] float32, as are the next two."""
         self.presence = self._column([s.params.presence_penalty for s in sequences])
         self.frequency = self._column([s.params.frequency_penalty for s in sequences])
-        self._lay_counts()
-        self._lay_history()
+        self._rows = torch.tensor([s.row for s in sequences], dtype=torch.int64, device=self._device)
+        self._starts = self._rows.unsqueeze(1) * self._table.vocab_size
+        self._ones = torch.ones(len(sequences), dtype=torch.int32, device=self._device)
+        lengths = [s.num_history for s in sequences]
+        self._width = max(lengths)
+        self._ends = torch.tensor(lengths, dtype=torch.int64, device=self._device)
 
     def _column(self, values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=self._device).unsqueeze(1)
-
-    def _lay_counts(self) -> None:
-        counting = [s for s in self._sequences if s.counts is not None]
-        # The last row stays zero, for sequences without counts.
-        self._counts = torch.zeros(
-            (len(counting) + 1, self._vocab_size), dtype=torch.int32, device=self._device
-        )
-        row_of = {}
-        for row, sequence in enumerate(counting):
-            assert sequence.counts is not None
-            self._counts[row] = sequence.counts
-            sequence.counts = self._counts[row]
-            row_of[id(sequence)] = row
-        rows = [row_of.get(id(s), len(counting)) for s in self._sequences]
-        self._starts = torch.tensor(rows, device=self._device).unsqueeze(1) * self._vocab_size
-        increments = [int(s.counts is not None) for s in self._sequences]
-        self._increments = torch.tensor(increments, dtype=torch.int32, device=self._device)
-
-    def _lay_history(self) -> None:
-        lengths = [s.num_history for s in self._sequences]
-        self._width = max(lengths)
-        self._history = torch.zeros(
-            (len(lengths), self._width + _SPARE_COLUMNS), dtype=torch.int64, device=self._device
-        )
-        for row, (sequence, length) in enumerate(zip(self._sequences, lengths, strict=True)):
-            assert sequence.history is not None
-            if length:
-                # A repeated id changes nothing, so the first one fills what is unused.
-                self._history[row] = sequence.history[0]
-                self._history[row, :length] = sequence.history[:length]
-            sequence.history = self._history[row]
-        self._ends = torch.tensor(lengths, device=self._device).unsqueeze(1)
 
     def touched(self) -> tuple[Tensor, Tensor]:
         """Ids [P, C] int64 that penalties touch, with repeats, and how often each is in the output, int32.
 
         A sequence without any is given ids whose count is 0 and whose repetition penalty is 1.
         """
-        ids = self._history[:, : self._width]
-        return ids, self._counts.view(-1)[self._starts + ids]
+        ids = self._table.history[:, : self._width].index_select(0, self._rows).long()
+        return ids, self._table.counts.view(-1)[self._starts + ids]
 
     def append(self, token_ids: Tensor) -> None:
         """Counts one more generated token of each sequence; [P] int64, none negative."""
-        if self._width == self._history.shape[1]:
-            self._widen()
-        index = self._starts.squeeze(1) + token_ids
-        self._counts.view(-1).index_add_(0, index, self._increments)
-        self._history.scatter_(1, self._ends, token_ids.unsqueeze(1))
+        table = self._table
+        table.reserve(self._width + 1)
+        table.counts.view(-1).index_add_(0, self._starts.squeeze(1) + token_ids, self._ones)
+        table.history[self._rows, self._ends] = token_ids.to(table.history.dtype)
         self._ends += 1
         self._width += 1
-
-    def _widen(self) -> None:
-        spare = self._history[:, :1].expand(-1, self._history.shape[1])
-        self._history = torch.cat([self._history, spare], dim=1)
-        for row, sequence in enumerate(self._sequences):
-            sequence.history = self._history[row]
 
 
 def lay_progress(sequences: Sequence[SequenceSampling]) -> IntArray:
     """[R] int64: tokens generated by each sequence; the sequences look at it from now on."""
     progress = np.array([s.num_generated for s in sequences], dtype=np.int64)
     for row, sequence in enumerate(sequences):
-        sequence.progress, sequence.row = progress, row
+        sequence.progress, sequence.place = progress, row
     return progress
 
 

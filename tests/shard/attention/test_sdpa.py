@@ -1,7 +1,5 @@
 """The sdpa backend against attention written out in float64, one query at a time."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,8 +9,8 @@ from headrace_shard.inputs import ForwardInputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.shard.allocations import Largest
 from tests.shard.stepping import Paged
 
 HEAD_DIM = 8
@@ -115,28 +113,6 @@ def test_steps_of_one_backend_are_planned_each_for_itself() -> None:
         )
 
 
-class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the largest tensor that is made while it is on, views of older ones aside."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.num_bytes = 0
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
-    ) -> object:
-        made = func(*args, **(kwargs or {}))
-        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor)}
-        for tensor in made if isinstance(made, tuple | list) else [made]:
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() not in given:
-                self.num_bytes = max(self.num_bytes, tensor.untyped_storage().nbytes())
-        return made
-
-
 def largest_of(steps: list[tuple[int, int]]) -> int:
     """Largest tensor that attention makes for sequences of (tokens before, tokens in the step), 4 heads."""
     backend = SdpaBackend()
@@ -150,10 +126,10 @@ def largest_of(steps: list[tuple[int, int]]) -> int:
     inputs = paged.inputs({str(name): count for name, (_, count) in enumerate(steps)})
     cache = torch.zeros(backend.cache_shape(num_blocks, 2, HEAD_DIM))
     queries = torch.zeros(len(inputs.token_ids), 4, HEAD_DIM)
-    with Largest() as largest:
+    largest = Largest()
+    with largest:
         backend.attend(queries, cache, cache, inputs, SCALE)
-    num_bytes: int = largest.num_bytes
-    return num_bytes
+    return largest.num_bytes
 
 
 TOKEN_BYTES = 2 * HEAD_DIM * 4

@@ -1,11 +1,12 @@
 """Makes logits and parameters for the tests of sampling."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from headrace_shard.sampling.params import SamplingParams
 from headrace_shard.sampling.sampler import SamplingBatch, sample
-from headrace_shard.sampling.state import SequenceSampling
+from headrace_shard.sampling.state import PenaltyTable, SequenceSampling
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -52,11 +53,17 @@ def model_like_logits(num_rows: int, vocab_size: int, *, seed: int = 0) -> Tenso
     return logits[:, torch.randperm(vocab_size, generator=generator)].contiguous()
 
 
+@cache
+def table(vocab_size: int) -> PenaltyTable:
+    """The table of a test's sequences."""
+    return PenaltyTable(vocab_size, CPU)
+
+
 def sequence(
     params: SamplingParams, vocab_size: int, prompt: Sequence[int] = (0,), output: Sequence[int] = ()
 ) -> SequenceSampling:
-    """A sequence on the CPU."""
-    return SequenceSampling(params, prompt, output, vocab_size, CPU)
+    """A sequence on the CPU; all of a test with one vocabulary are in one table."""
+    return SequenceSampling(params, prompt, output, table(vocab_size))
 
 
 def generate(sequences: Sequence[SequenceSampling], steps: Sequence[Tensor]) -> list[list[int]]:

@@ -9,7 +9,6 @@ from headrace_shard.sampling.params import SamplingParams
 def test_defaults_change_nothing() -> None:
     params = SamplingParams()
     assert not params.is_greedy
-    assert not params.uses_counts
     assert not params.uses_history
 
 
@@ -64,6 +63,5 @@ def test_is_greedy_where_one_token_remains(params: SamplingParams, is_greedy: bo
 
 def test_history_is_used_by_any_penalty() -> None:
     assert SamplingParams(repetition_penalty=1.1).uses_history
-    assert not SamplingParams(repetition_penalty=1.1).uses_counts
-    assert SamplingParams(presence_penalty=-0.1).uses_counts
+    assert SamplingParams(presence_penalty=-0.1).uses_history
     assert SamplingParams(frequency_penalty=0.1).uses_history
