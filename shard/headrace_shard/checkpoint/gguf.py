@@ -7,6 +7,7 @@ refused before the long work begins. Imports no transformers.
 
 import json
 import logging
+import os
 import re
 import shutil
 import struct
@@ -61,14 +62,24 @@ def convert(source: Path, target: Path) -> None:
     """Read the GGUF file `source` and write the model folder `target`.
 
     The folder appears whole or not at all. Raises CheckpointError when the file is missing, damaged or not a
-    GGUF, or `target` exists; UnsupportedModel when its network or tokenizer is not implemented.
+    GGUF, or `target` exists or cannot be written; UnsupportedModel when its network or tokenizer is not
+    implemented.
     """
-    if target.exists():
+    if os.path.lexists(target):
         raise CheckpointError(f"{target} exists already; remove it or choose another folder")
     reader = _open(source)
     metadata = {field.name: field.contents() for field in reader.fields.values()}
     config = _config(source, metadata, reader.tensors)
     parse_config(source, config, {})
+    try:
+        _write(source, target, reader.tensors, metadata, config)
+    except OSError as error:
+        raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
+
+
+def _write(
+    source: Path, target: Path, tensors: list[ReaderTensor], metadata: dict[str, Any], config: dict[str, Any]
+) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
@@ -81,7 +92,7 @@ def convert(source: Path, target: Path) -> None:
         generation = {key: value for key, value in generation.items() if value is not None}
         _write_json(folder / "config.json", config | generation)
         _write_json(folder / "generation_config.json", generation)
-        _write_weights(source, reader.tensors, config, folder / SINGLE_FILE)
+        _write_weights(source, tensors, config, folder / SINGLE_FILE)
         folder.chmod(0o755)
         folder.rename(target)
     finally:
@@ -89,13 +100,15 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _open(source: Path) -> GGUFReader:
-    if not source.is_file():
-        raise CheckpointError(f"{source} is not a file; give a GGUF file")
-    with source.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise CheckpointError(f"{source} is not a GGUF file: it does not begin with the letters GGUF")
     try:
+        if not source.is_file():
+            raise CheckpointError(f"{source} is not a file; give a GGUF file")
+        with source.open("rb") as file:
+            if file.read(4) != b"GGUF":
+                raise CheckpointError(f"{source} is not a GGUF file: it does not begin with the letters GGUF")
         return GGUFReader(source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from error
     # The reader checks little: whatever is cut off shows as an index, shape or value that makes no sense.
     except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{source} is truncated or damaged: {error}") from error

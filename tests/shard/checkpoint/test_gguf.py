@@ -1,6 +1,8 @@
 """GGUF files written from tiny checkpoints come back as the checkpoints they were made of."""
 
 import json
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -275,3 +277,31 @@ def test_target_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     with pytest.raises(CheckpointError, match="target exists already"):
         convert(tmp_path / "model.gguf", tmp_path / "target")
+
+
+@pytest.mark.parametrize("name", ["model.gguf/target", "x" * 300])
+def test_target_that_cannot_be_written(tmp_path: Path, name: str) -> None:
+    source = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "original"))
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be written: [A-Z]\w+") as raised:
+        convert(source, tmp_path / name)
+    assert "\n" not in str(raised.value)
+
+
+def test_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "original"))
+    # Behind the size to which a file may grow there is an error as behind the end of a disk.
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="target cannot be written: File too large"):
+            convert(source, tmp_path / "target")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert {path.name for path in tmp_path.iterdir()} == {"model.gguf", "original"}
+
+
+def test_file_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot be read: File name too long"):
+        convert(tmp_path / ("x" * 300), tmp_path / "target")
