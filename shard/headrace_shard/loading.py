@@ -14,7 +14,7 @@ from headrace_shard.checkpoint.config import ModelConfig, load_config
 from headrace_shard.config import ShardSettings
 from headrace_shard.errors import StartError, UnsupportedDevice
 from headrace_shard.machine import available_host_bytes, num_usable_cores, spelled
-from headrace_shard.models import CausalLM, load_model
+from headrace_shard.models import NETWORKS, CausalLM, load_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class LoadedModel:
 def load(folder: Path, settings: ShardSettings) -> LoadedModel:
     """Read the model in `folder`. Raises StartError or OutOfMemory when files or device will not do."""
     started = time.perf_counter()
-    config = load_config(folder)
+    config = load_config(folder, NETWORKS)
     device, device_note = _device(settings.device)
     dtype, dtype_note = _dtype(settings.dtype, config)
     backend, attention_note = pick(settings.attention, device, cxx=settings.cxx)

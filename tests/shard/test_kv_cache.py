@@ -8,13 +8,14 @@ from headrace_shard.attention.sdpa import SdpaBackend
 from headrace_shard.checkpoint.config import ModelConfig, load_config
 from headrace_shard.errors import OutOfMemory
 from headrace_shard.kv_cache import KVCache, block_bytes
+from headrace_shard.models import NETWORKS
 
 from tests.tiny import make_checkpoint
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> ModelConfig:
-    return load_config(make_checkpoint(tmp_path, num_layers=3, num_kv_heads=2, head_dim=8))
+    return load_config(make_checkpoint(tmp_path, num_layers=3, num_kv_heads=2, head_dim=8), NETWORKS)
 
 
 def test_block_bytes_are_what_the_tensors_take(config: ModelConfig) -> None:

@@ -5,7 +5,7 @@ Everything that would change what the network computes is read or refused here; 
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,6 @@ import torch
 
 from headrace_shard.checkpoint.weights import stored_dtype
 from headrace_shard.errors import CheckpointError, UnsupportedModel
-
-MODEL_TYPES = ("llama", "mistral", "qwen2")
-"""Every `model_type` that has a native network; `models/__init__.py` says which."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -64,8 +61,8 @@ class ModelConfig:
     """Ids that end a sequence: config.json's, then generation_config.json's."""
 
 
-def load_config(folder: Path) -> ModelConfig:
-    """Read the folder's configuration.
+def load_config(folder: Path, model_types: Collection[str]) -> ModelConfig:
+    """Read the folder's configuration, of one of the `model_types` that have a network.
 
     Raises CheckpointError when files or fields are missing or ill-formed, UnsupportedModel when the network
     they describe is not implemented.
@@ -75,13 +72,15 @@ def load_config(folder: Path) -> ModelConfig:
     config = _read_json(folder / "config.json")
     generation_path = folder / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
-    return parse_config(folder / "config.json", config, generation)
+    return parse_config(folder / "config.json", config, generation, model_types)
 
 
-def parse_config(path: Path, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+def parse_config(
+    path: Path, config: Mapping[str, Any], generation: Mapping[str, Any], model_types: Collection[str]
+) -> ModelConfig:
     """The same from the contents of the two files; `path` is what errors name."""
     fields = _Fields(path, config)
-    _refuse_unsupported(fields)
+    _refuse_unsupported(fields, model_types)
     num_heads = fields.integer("num_attention_heads")
     hidden_size = fields.integer("hidden_size")
     num_kv_heads = fields.integer("num_key_value_heads", num_heads)
@@ -175,10 +174,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: _Fields, model_types: Collection[str]) -> None:
     values, path = fields.values, fields.path
-    if fields.model_type not in MODEL_TYPES:
-        supported = ", ".join(MODEL_TYPES)
+    if fields.model_type not in model_types:
+        supported = ", ".join(model_types)
         raise UnsupportedModel(
             f"{path}: model_type {fields.model_type!r} is not supported; supported are {supported}"
         )

@@ -70,7 +70,7 @@ def convert(source: Path, target: Path) -> None:
     reader = _open(source)
     metadata = {field.name: field.contents() for field in reader.fields.values()}
     config = _config(source, metadata, reader.tensors)
-    parse_config(source, config, {})
+    parse_config(source, config, {}, [config["model_type"]])
     try:
         _write(source, target, reader.tensors, metadata, config)
     except OSError as error:

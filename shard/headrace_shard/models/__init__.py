@@ -20,7 +20,7 @@ NETWORKS = {
     "mistral": "headrace_shard.models.llama:LlamaForCausalLM",
     "qwen2": "headrace_shard.models.llama:LlamaForCausalLM",
 }
-"""`model_type` of config.json to "module:Class"; the keys are `checkpoint.config.MODEL_TYPES`."""
+"""`model_type` of config.json to "module:Class"."""
 
 
 def load_model(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from headrace_shard.checkpoint.config import MODEL_TYPES, RopeScaling, load_config
+from headrace_shard.checkpoint.config import RopeScaling, load_config
 from headrace_shard.errors import CheckpointError, StartError, UnsupportedModel
 from headrace_shard.models import NETWORKS
 
@@ -37,7 +37,7 @@ def test_every_field_of_a_llama(tmp_path: Path) -> None:
     folder = make_checkpoint(
         tmp_path, dtype="bfloat16", tie_word_embeddings=False, attention_bias=True, eos_token_ids=(2, 7)
     )
-    config = load_config(folder)
+    config = load_config(folder, NETWORKS)
     assert (config.model_type, config.vocab_size, config.hidden_size) == ("llama", 384, 64)
     assert (config.intermediate_size, config.num_layers, config.max_positions) == (128, 2, 512)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (4, 2, 16)
@@ -48,15 +48,18 @@ def test_every_field_of_a_llama(tmp_path: Path) -> None:
     assert config.eos_token_ids == (2, 7)
 
 
-def test_native_networks_are_those_that_are_read() -> None:
-    assert set(NETWORKS) == set(MODEL_TYPES)
+def test_caller_says_which_networks_there_are(tmp_path: Path) -> None:
+    folder = with_config(tmp_path, model_type="wheel")
+    assert load_config(folder, ["wheel"]).model_type == "wheel"
+    with pytest.raises(UnsupportedModel, match="'wheel' is not supported; supported are llama, mill$"):
+        load_config(folder, ["llama", "mill"])
 
 
 def test_absent_fields_have_the_defaults_of_llama(tmp_path: Path) -> None:
     folder = with_config(
         tmp_path, num_key_value_heads=None, head_dim=None, rope_theta=None, tie_word_embeddings=None
     )
-    config = load_config(folder)
+    config = load_config(folder, NETWORKS)
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (4, 16, 10000.0)
     assert not config.tie_word_embeddings
 
@@ -64,20 +67,20 @@ def test_absent_fields_have_the_defaults_of_llama(tmp_path: Path) -> None:
 def test_eos_ids_are_the_union_of_both_files(tmp_path: Path) -> None:
     folder = with_config(tmp_path, eos_token_id=[5, 2])
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
-    assert load_config(folder).eos_token_ids == (5, 2, 9)
+    assert load_config(folder, NETWORKS).eos_token_ids == (5, 2, 9)
     (folder / "generation_config.json").unlink()
-    assert load_config(folder).eos_token_ids == (5, 2)
+    assert load_config(folder, NETWORKS).eos_token_ids == (5, 2)
 
 
 def test_qwen2_has_biases_on_query_key_and_value_only(tmp_path: Path) -> None:
-    config = load_config(make_checkpoint(tmp_path, model_type="qwen2"))
+    config = load_config(make_checkpoint(tmp_path, model_type="qwen2"), NETWORKS)
     assert config.attention_bias and not config.attention_output_bias
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 def test_dtype_under_both_names(tmp_path: Path, key: str) -> None:
     folder = with_config(tmp_path, **({"dtype": None} | {key: "float16"}))
-    assert load_config(folder).dtype == torch.float16
+    assert load_config(folder, NETWORKS).dtype == torch.float16
 
 
 def test_absent_dtype_is_that_of_the_weights(tmp_path: Path) -> None:
@@ -85,7 +88,7 @@ def test_absent_dtype_is_that_of_the_weights(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     del config["dtype"]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert load_config(tmp_path).dtype == torch.bfloat16
+    assert load_config(tmp_path, NETWORKS).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -96,7 +99,7 @@ def test_absent_dtype_is_that_of_the_weights(tmp_path: Path) -> None:
     ],
 )
 def test_rope_in_the_older_and_the_newer_place(tmp_path: Path, fields: dict[str, Any]) -> None:
-    config = load_config(with_config(tmp_path, **fields))
+    config = load_config(with_config(tmp_path, **fields), NETWORKS)
     assert config.rope_theta == 5e5
     assert config.rope_scaling == RopeScaling(
         rope_type="llama3",
@@ -108,7 +111,7 @@ def test_rope_in_the_older_and_the_newer_place(tmp_path: Path, fields: dict[str,
 
 
 def test_linear_rope_under_its_older_key(tmp_path: Path) -> None:
-    config = load_config(with_config(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}))
+    config = load_config(with_config(tmp_path, rope_scaling={"type": "linear", "factor": 4.0}), NETWORKS)
     assert config.rope_scaling == RopeScaling(rope_type="linear", factor=4.0)
 
 
@@ -150,7 +153,7 @@ def test_unsupported_networks_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModel, match=message) as raised:
-        load_config(with_config(tmp_path, **changes))
+        load_config(with_config(tmp_path, **changes), NETWORKS)
     assert "\n" not in str(raised.value)
 
 
@@ -169,7 +172,7 @@ def test_unsupported_networks_are_refused_by_name(
     ],
 )
 def test_windows_that_hide_nothing_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
-    assert load_config(with_config(tmp_path, **changes)).max_positions == 512
+    assert load_config(with_config(tmp_path, **changes), NETWORKS).max_positions == 512
 
 
 @pytest.mark.parametrize(
@@ -203,31 +206,31 @@ def test_windows_that_hide_nothing_are_accepted(tmp_path: Path, changes: dict[st
 )
 def test_ill_formed_fields_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        load_config(with_config(tmp_path, **changes))
+        load_config(with_config(tmp_path, **changes), NETWORKS)
 
 
 def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is not a folder"):
-        load_config(tmp_path / "nowhere")
+        load_config(tmp_path / "nowhere", NETWORKS)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        load_config(tmp_path)
+        load_config(tmp_path, NETWORKS)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"llama"', '{"a":' * 100_000])
 def test_config_that_is_no_object(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(StartError, match=r"config\.json"):
-        load_config(tmp_path)
+        load_config(tmp_path, NETWORKS)
 
 
 def test_reading_a_config_imports_no_transformers(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     code = (
         "import sys; from pathlib import Path; from headrace_shard.checkpoint.config import load_config; "
-        "import headrace_shard.models; load_config(Path(sys.argv[1])); "
+        "from headrace_shard.models import NETWORKS; load_config(Path(sys.argv[1]), NETWORKS); "
         "sys.exit('transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

@@ -14,12 +14,13 @@ import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 from headrace_shard.attention.sdpa import SdpaBackend
+from headrace_shard.checkpoint import gguf
 from headrace_shard.checkpoint.config import load_config
 from headrace_shard.checkpoint.gguf import convert
 from headrace_shard.checkpoint.weights import Checkpoint
 from headrace_shard.errors import CheckpointError, StartError, UnsupportedModel
 from headrace_shard.layers.rotary import inverse_frequencies
-from headrace_shard.models import load_model
+from headrace_shard.models import NETWORKS, load_model
 from tokenizers import Tokenizer
 
 from tests.tiny import CHAT_TEMPLATE, make_checkpoint, random_weights
@@ -125,7 +126,7 @@ def test_a_checkpoint_survives_the_way_there_and_back(
     before, after = Checkpoint(original), Checkpoint(target)
     assert before.names == after.names
     assert all(torch.equal(before.tensor(name), after.tensor(name)) for name in before.names)
-    expected, config = load_config(original), load_config(target)
+    expected, config = load_config(original, NETWORKS), load_config(target, NETWORKS)
     assert config.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
     fields = vars(config) | {"rms_norm_eps": expected.rms_norm_eps}
     assert fields == vars(expected)
@@ -137,6 +138,10 @@ def test_a_checkpoint_survives_the_way_there_and_back(
         decoded = [tokenizer.decode(ids[0], skip_special_tokens=False) for tokenizer in tokenizers]
         assert decoded == [text, text]
     assert {path.name for path in tmp_path.joinpath("deep").iterdir()} == {"target"}
+
+
+def test_what_can_be_converted_can_be_loaded() -> None:
+    assert {model_type for model_type, _ in gguf._ARCHITECTURES.values()} <= NETWORKS.keys()
 
 
 def test_tokenizer_config_keeps_template_and_named_tokens(tmp_path: Path) -> None:
@@ -170,7 +175,7 @@ def test_every_id_that_ends_a_turn_is_an_eos_id(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "model.gguf", make_checkpoint(tmp_path / "original"), change=change)
     convert(source, tmp_path / "target")
     # 0 as the metadata say, 20 likewise, 2 since it is the control token <|im_end|>.
-    assert load_config(tmp_path / "target").eos_token_ids == (0, 20, 2)
+    assert load_config(tmp_path / "target", NETWORKS).eos_token_ids == (0, 20, 2)
 
 
 def test_factors_of_llama_3_become_its_rope_scaling(tmp_path: Path) -> None:
@@ -189,14 +194,14 @@ def test_factors_of_llama_3_become_its_rope_scaling(tmp_path: Path) -> None:
         num_heads=1,
         num_kv_heads=1,
     )
-    config = load_config(original)
+    config = load_config(original, NETWORKS)
     factors = inverse_frequencies(64, 5e5, None) / inverse_frequencies(64, 5e5, config.rope_scaling)
 
     def change(writer: GGUFWriter) -> None:
         writer.add_tensor("rope_freqs.weight", factors.numpy())
 
     convert(write_gguf(tmp_path / "model.gguf", original, change=change), tmp_path / "target")
-    assert load_config(tmp_path / "target").rope_scaling == config.rope_scaling
+    assert load_config(tmp_path / "target", NETWORKS).rope_scaling == config.rope_scaling
 
     def spoil(writer: GGUFWriter) -> None:
         writer.add_tensor("rope_freqs.weight", factors.numpy()[::-1].copy())

@@ -9,7 +9,7 @@ import torch
 from headrace_shard.attention.sdpa import SdpaBackend
 from headrace_shard.checkpoint.config import load_config
 from headrace_shard.kv_cache import KVCache
-from headrace_shard.models import CausalLM, load_model
+from headrace_shard.models import NETWORKS, CausalLM, load_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -47,7 +47,7 @@ Reference = Callable[[list[int]], Tensor]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> CausalLM:
-    config, backend = load_config(folder), SdpaBackend()
+    config, backend = load_config(folder, NETWORKS), SdpaBackend()
     model = load_model(folder, config, dtype, CPU, backend)
     model.bind_cache(KVCache(config, NUM_BLOCKS, backend, dtype, CPU))
     return model

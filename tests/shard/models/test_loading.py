@@ -10,14 +10,16 @@ import torch
 from headrace_shard.attention.sdpa import SdpaBackend
 from headrace_shard.checkpoint.config import load_config
 from headrace_shard.errors import CheckpointError
-from headrace_shard.models import CausalLM, load_model
+from headrace_shard.models import NETWORKS, CausalLM, load_model
 from safetensors.torch import load_file, save_file
 
 from tests.tiny import make_checkpoint, random_weights, write_weights
 
 
 def load(folder: Path) -> CausalLM:
-    return load_model(folder, load_config(folder), torch.float32, torch.device("cpu"), SdpaBackend())
+    return load_model(
+        folder, load_config(folder, NETWORKS), torch.float32, torch.device("cpu"), SdpaBackend()
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -82,7 +84,9 @@ def test_misshapen_tensor_is_named_with_both_shapes(tmp_path: Path) -> None:
 
 def test_weights_are_converted_to_the_dtype_asked_for(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path, dtype="bfloat16")
-    model = load_model(folder, load_config(folder), torch.float16, torch.device("cpu"), SdpaBackend())
+    model = load_model(
+        folder, load_config(folder, NETWORKS), torch.float16, torch.device("cpu"), SdpaBackend()
+    )
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
 
 
