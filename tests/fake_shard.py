@@ -130,7 +130,6 @@ class FakeShard(ShardServicer):
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
             eos_token_ids=self.eos_token_ids,
-            world_size=1,
             weight_bytes=1_000_000,
             version=self.version,
             instance=self.instance,
@@ -202,7 +201,7 @@ class FakeShard(ShardServicer):
                 raise Violation(f"new sequence {new.id} is known already, or not scheduled")
             self.sequences[new.id] = FakeSequence(new.id, new, list(new.token_ids), new.num_computed_tokens)
         self._check_size(request)
-        response = pb.StepResponse(step_id=request.step_id, forward_seconds=self.step_seconds)
+        response = pb.StepResponse(forward_seconds=self.step_seconds)
         new_blocks = iter(request.new_blocks)
         for number, num_tokens, num_new in zip(
             request.ids, request.num_tokens, request.num_new_blocks, strict=True
@@ -213,7 +212,6 @@ class FakeShard(ShardServicer):
             sequence.blocks += [next(new_blocks) for _ in range(num_new)]
             self._compute(sequence, num_tokens, response)
         self._check_blocks()
-        response.total_seconds = self.step_seconds
         response.num_sequences = len(self.sequences)
         return response
 

@@ -40,8 +40,6 @@ class InfoResponse(google.protobuf.message.Message):
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     MAX_POSITIONS_FIELD_NUMBER: builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: builtins.int
-    RANK_FIELD_NUMBER: builtins.int
-    WORLD_SIZE_FIELD_NUMBER: builtins.int
     WEIGHT_BYTES_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
@@ -60,10 +58,8 @@ class InfoResponse(google.protobuf.message.Message):
     """Rows of the output layer; ids at or above are refused."""
     max_positions: builtins.int
     """The longest context the model was made for."""
-    rank: builtins.int
-    world_size: builtins.int
     weight_bytes: builtins.int
-    """Parameters held by this rank, in bytes."""
+    """Parameters, in bytes."""
     version: builtins.str
     """Version of headrace the shard runs."""
     instance: builtins.str
@@ -74,7 +70,7 @@ class InfoResponse(google.protobuf.message.Message):
 
     @property
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What was decided at start and why, one line each, for the start-up table."""
+        """What was decided at start and why, "name: value, why" each; the shard has written them to its log, too."""
 
     def __init__(
         self,
@@ -87,14 +83,12 @@ class InfoResponse(google.protobuf.message.Message):
         vocab_size: builtins.int = ...,
         max_positions: builtins.int = ...,
         eos_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
-        rank: builtins.int = ...,
-        world_size: builtins.int = ...,
         weight_bytes: builtins.int = ...,
         version: builtins.str = ...,
         instance: builtins.str = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "instance", b"instance", "max_positions", b"max_positions", "model_type", b"model_type", "notes", b"notes", "rank", b"rank", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "instance", b"instance", "max_positions", b"max_positions", "model_type", b"model_type", "notes", b"notes", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]) -> None: ...
 
 global___InfoResponse = InfoResponse
 
@@ -334,7 +328,6 @@ global___StepRequest = StepRequest
 class StepResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    STEP_ID_FIELD_NUMBER: builtins.int
     IDS_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
@@ -345,14 +338,11 @@ class StepResponse(google.protobuf.message.Message):
     ERRORS_FIELD_NUMBER: builtins.int
     FORWARD_SECONDS_FIELD_NUMBER: builtins.int
     SAMPLE_SECONDS_FIELD_NUMBER: builtins.int
-    TOTAL_SECONDS_FIELD_NUMBER: builtins.int
     IDLE_SECONDS_FIELD_NUMBER: builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: builtins.int
-    step_id: builtins.int
     forward_seconds: builtins.float
-    """Preparing inputs and forward pass / sampling / the whole step."""
+    """Preparing inputs and forward pass / sampling."""
     sample_seconds: builtins.float
-    total_seconds: builtins.float
     idle_seconds: builtins.float
     """How long the device waited for this step since the last one ended; 0 for the first."""
     num_sequences: builtins.int
@@ -379,12 +369,13 @@ class StepResponse(google.protobuf.message.Message):
     def prompt_logprobs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptLogprobs]: ...
     @property
     def errors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SequenceError]:
-        """Sequences that failed by themselves; the shard has dropped them, the others are unharmed."""
+        """Sequences that failed by themselves, new ones that cannot be taken in among them; the shard has dropped
+        them, the others are unharmed.
+        """
 
     def __init__(
         self,
         *,
-        step_id: builtins.int = ...,
         ids: collections.abc.Iterable[builtins.int] | None = ...,
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         logprobs: collections.abc.Iterable[builtins.float] | None = ...,
@@ -395,11 +386,10 @@ class StepResponse(google.protobuf.message.Message):
         errors: collections.abc.Iterable[global___SequenceError] | None = ...,
         forward_seconds: builtins.float = ...,
         sample_seconds: builtins.float = ...,
-        total_seconds: builtins.float = ...,
         idle_seconds: builtins.float = ...,
         num_sequences: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["errors", b"errors", "forward_seconds", b"forward_seconds", "idle_seconds", b"idle_seconds", "ids", b"ids", "logprobs", b"logprobs", "num_sequences", b"num_sequences", "prompt_logprobs", b"prompt_logprobs", "sample_seconds", b"sample_seconds", "step_id", b"step_id", "token_ids", b"token_ids", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids", "total_seconds", b"total_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "forward_seconds", b"forward_seconds", "idle_seconds", b"idle_seconds", "ids", b"ids", "logprobs", b"logprobs", "num_sequences", b"num_sequences", "prompt_logprobs", b"prompt_logprobs", "sample_seconds", b"sample_seconds", "token_ids", b"token_ids", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
 
 global___StepResponse = StepResponse
 

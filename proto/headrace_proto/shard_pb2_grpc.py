@@ -82,7 +82,8 @@ class ShardServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Health(self, request, context):
-        """Touches the device, and answers while a step is running.
+        """Has the device compute, and answers while a step is running. UNAVAILABLE, from here as from any other call:
+        the device is lost, and the shard ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -35,7 +35,9 @@ class ShardStub:
         headrace_proto.shard_pb2.HealthRequest,
         headrace_proto.shard_pb2.HealthResponse,
     ]
-    """Touches the device, and answers while a step is running."""
+    """Has the device compute, and answers while a step is running. UNAVAILABLE, from here as from any other call:
+    the device is lost, and the shard ends.
+    """
 
     Warmup: grpc.UnaryUnaryMultiCallable[
         headrace_proto.shard_pb2.WarmupRequest,
@@ -80,7 +82,9 @@ class ShardAsyncStub:
         headrace_proto.shard_pb2.HealthRequest,
         headrace_proto.shard_pb2.HealthResponse,
     ]
-    """Touches the device, and answers while a step is running."""
+    """Has the device compute, and answers while a step is running. UNAVAILABLE, from here as from any other call:
+    the device is lost, and the shard ends.
+    """
 
     Warmup: grpc.aio.UnaryUnaryMultiCallable[
         headrace_proto.shard_pb2.WarmupRequest,
@@ -129,7 +133,9 @@ class ShardServicer(metaclass=abc.ABCMeta):
         request: headrace_proto.shard_pb2.HealthRequest,
         context: _ServicerContext,
     ) -> typing.Union[headrace_proto.shard_pb2.HealthResponse, collections.abc.Awaitable[headrace_proto.shard_pb2.HealthResponse]]:
-        """Touches the device, and answers while a step is running."""
+        """Has the device compute, and answers while a step is running. UNAVAILABLE, from here as from any other call:
+        the device is lost, and the shard ends.
+        """
 
     @abc.abstractmethod
     def Warmup(

@@ -20,7 +20,6 @@ def from_step_request(request: pb.StepRequest, *, is_decode: bool) -> Step:
         except ValueError as error:
             refused[message.id] = str(error)
     return Step(
-        id=request.step_id,
         is_decode=is_decode,
         dropped_ids=request.dropped_ids[:],
         new_sequences=new_sequences,
@@ -32,10 +31,9 @@ def from_step_request(request: pb.StepRequest, *, is_decode: bool) -> Step:
     )
 
 
-def to_step_response(step_id: int, result: StepResult) -> pb.StepResponse:
-    """The message that answers step `step_id`."""
+def to_step_response(result: StepResult) -> pb.StepResponse:
+    """The message that answers a step."""
     return pb.StepResponse(
-        step_id=step_id,
         ids=result.ids,
         token_ids=result.token_ids,
         logprobs=result.logprobs,
@@ -46,7 +44,6 @@ def to_step_response(step_id: int, result: StepResult) -> pb.StepResponse:
         errors=[pb.SequenceError(id=number, message=message) for number, message in result.errors],
         forward_seconds=result.forward_seconds,
         sample_seconds=result.sample_seconds,
-        total_seconds=result.total_seconds,
         idle_seconds=result.idle_seconds,
         num_sequences=result.num_sequences,
     )

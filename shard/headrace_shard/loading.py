@@ -1,6 +1,6 @@
 """From settings to a model that is ready to compute: which device, number format, attention, and why.
 
-Every choice leaves one line in `notes`, for the start-up table. Executes nothing.
+Every choice leaves one line in `notes`, which the log and Info tell. Executes nothing.
 """
 
 import time
@@ -30,7 +30,7 @@ class LoadedModel:
     """Threads that compute on a CPU; every thread that computes must set them."""
     weight_bytes: int
     notes: tuple[str, ...]
-    """What was decided and why, one line each."""
+    """What was decided and why, "name: value, why" each."""
 
 
 @torch.inference_mode()

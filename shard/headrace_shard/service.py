@@ -73,8 +73,6 @@ class ShardService(ShardServicer):
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,
             eos_token_ids=config.eos_token_ids,
-            rank=0,
-            world_size=1,
             weight_bytes=loaded.weight_bytes,
             version=__version__,
             instance=str(uuid.uuid4()),
@@ -123,7 +121,7 @@ class ShardService(ShardServicer):
 
     def _run_step(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
         result = self._engine.step(from_step_request(request, is_decode=is_decode))
-        return to_step_response(request.step_id, result)
+        return to_step_response(result)
 
     def _warm_up(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         capacity = self._engine.warm_up(

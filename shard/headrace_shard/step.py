@@ -30,7 +30,6 @@ class NewSequence:
 class Step:
     """{sequence: number of tokens}. `ids`, `num_tokens` and `num_new_blocks` are of one length S."""
 
-    id: int
     is_decode: bool
     """Promised to hold one token each of known sequences."""
     dropped_ids: list[int]
@@ -91,5 +90,6 @@ class StepResult:
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
     total_seconds: float = 0.0
+    """The whole step, as the host saw it; the other two are times of the device."""
     idle_seconds: float = 0.0
     num_sequences: int = 0

@@ -109,7 +109,6 @@ def _step(
     sequences: list[NewSequence], num_tokens: IntArray, num_new_blocks: IntArray, new_blocks: IntArray
 ) -> Step:
     return Step(
-        id=0,
         is_decode=False,
         dropped_ids=[],
         new_sequences=sequences,

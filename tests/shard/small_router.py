@@ -74,7 +74,7 @@ def execute_on(engine: Engine) -> Callable[[pb.StepRequest, bool], pb.StepRespon
 
     def execute(request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
         step = from_step_request(request, is_decode=is_decode)
-        return to_step_response(request.step_id, engine.step(step))
+        return to_step_response(engine.step(step))
 
     return execute
 

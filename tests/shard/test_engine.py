@@ -150,7 +150,7 @@ def test_seconds_and_counts_are_reported(router: SmallRouter) -> None:
     router.add(1, LONG)
     first = router.step({1: len(LONG)})
     assert first.idle_seconds == 0
-    assert 0 < first.forward_seconds + first.sample_seconds <= first.total_seconds
+    assert first.forward_seconds > 0 and first.sample_seconds > 0
     assert first.num_sequences == 1
     assert router.step({1: 1}).idle_seconds > 0
 

@@ -108,7 +108,6 @@ def test_a_preempted_sequence_brings_its_output_and_wants_no_prompt_logprobs_aga
 def test_a_result() -> None:
     result = convert.from_step_response(
         pb.StepResponse(
-            step_id=3,
             ids=[1, 2],
             token_ids=[10, 20],
             logprobs=[-0.5, -1.0],
@@ -129,7 +128,6 @@ def test_a_result() -> None:
             errors=[pb.SequenceError(id=9, message="no")],
             forward_seconds=0.5,
             sample_seconds=0.25,
-            total_seconds=1.0,
             idle_seconds=0.125,
             num_sequences=2,
         )

@@ -51,7 +51,7 @@ def test_every_field_of_a_llama(tmp_path: Path) -> None:
 def test_caller_says_which_networks_there_are(tmp_path: Path) -> None:
     folder = with_config(tmp_path, model_type="wheel")
     assert load_config(folder, ["wheel"]).model_type == "wheel"
-    with pytest.raises(UnsupportedModel, match="'wheel' is not supported; supported are llama, mill$"):
+    with pytest.raises(UnsupportedModel, match=r"'wheel' is not supported; supported are llama, mill$"):
         load_config(folder, ["llama", "mill"])
 
 
