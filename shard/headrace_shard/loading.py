@@ -40,7 +40,7 @@ def load(folder: Path, settings: ShardSettings) -> LoadedModel:
     config = load_config(folder, NETWORKS)
     device, device_note = _device(settings.device)
     dtype, dtype_note = _dtype(settings.dtype, config)
-    backend, attention_note = pick(settings.attention, device, cxx=settings.cxx)
+    backend, attention_note = pick(settings, device)
     num_threads = settings.num_threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     _check_room(folder, config, dtype, device)

@@ -28,7 +28,7 @@ def test_what_is_asked_for_is_taken(folder: Path) -> None:
     assert all(parameter.dtype == torch.float16 for parameter in parameters)
     assert loaded.weight_bytes == sum(parameter.nbytes for parameter in parameters)
     assert "dtype: float16, as asked (the checkpoint's is float32)" in loaded.notes
-    assert "attention: sdpa, as asked" in loaded.notes
+    assert "attention: sdpa, plain torch, as asked" in loaded.notes
     assert "threads: 1, as asked" in loaded.notes
 
 

@@ -10,20 +10,20 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from headrace_shard.config import ShardSettings
 from headrace_shard.errors import KernelUnavailable, UnsupportedDevice
 from headrace_shard.inputs import ForwardInputs
 
-# Name to "module:Class", imported only when chosen.
-_BACKENDS = {
-    "sdpa": "headrace_shard.attention.sdpa:SdpaBackend",
-    "cpu": "headrace_shard.attention.cpu:CpuBackend",
-}
+# Name to the module that makes it, imported only when chosen: `create(settings) -> AttentionBackend`.
+_BACKENDS = {"sdpa": "headrace_shard.attention.sdpa", "cpu": "headrace_shard.attention.cpu"}
 
 
 class AttentionBackend(Protocol):
     """T tokens, H query heads, KV heads of keys and values, D numbers per head."""
 
     name: str
+    means: str
+    """What it computes with, in words."""
     block_size: int
     """Tokens per KV block."""
 
@@ -44,32 +44,32 @@ class AttentionBackend(Protocol):
         ...
 
 
-def pick(name: str, device: torch.device, *, cxx: str) -> tuple[AttentionBackend, str]:
-    """The backend called `name`, or for "auto" the fastest that works on `device`, and one line saying why.
+def pick(settings: ShardSettings, device: torch.device) -> tuple[AttentionBackend, str]:
+    """The backend that is asked for, or for "auto" the fastest that works on `device`, and a line saying why.
 
-    `cxx` is the compiler of the native kernels. Raises UnsupportedDevice when the named one cannot be used
-    there, KernelUnavailable when it cannot be built.
+    Raises UnsupportedDevice when the one asked for cannot be used there, KernelUnavailable when it cannot be
+    built.
     """
+    name = settings.attention
     if name == "auto":
         if device.type != "cpu":
-            return _create("sdpa", cxx), f"attention: sdpa, the one for {device.type}"
+            return _create("sdpa", settings), f"attention: sdpa, the one for {device.type}"
         try:
-            return _create("cpu", cxx), "attention: cpu, native kernels"
+            backend = _create("cpu", settings)
         except KernelUnavailable as error:
-            return _create(
-                "sdpa", cxx
-            ), f"attention: sdpa, since the native kernels are not available: {error}"
+            why = f"since the native kernels are not available: {error}"
+            return _create("sdpa", settings), f"attention: sdpa, {why}"
+        return backend, f"attention: cpu, {backend.means}"
     if name not in _BACKENDS:
         raise UnsupportedDevice(f"attention backend {name!r} is unknown; there are: {', '.join(_BACKENDS)}")
     if name == "cpu" and device.type != "cpu":
         raise UnsupportedDevice(
             f"attention backend 'cpu' cannot run on device '{device}'; use --attention sdpa"
         )
-    return _create(name, cxx), f"attention: {name}, as asked"
+    backend = _create(name, settings)
+    return backend, f"attention: {name}, {backend.means}, as asked"
 
 
-def _create(name: str, cxx: str) -> AttentionBackend:
-    module, _, class_name = _BACKENDS[name].partition(":")
-    made = getattr(importlib.import_module(module), class_name)
-    backend: AttentionBackend = made(cxx) if name == "cpu" else made()  # only the one has kernels to build
+def _create(name: str, settings: ShardSettings) -> AttentionBackend:
+    backend: AttentionBackend = importlib.import_module(_BACKENDS[name]).create(settings)
     return backend

@@ -5,23 +5,26 @@ The layout is that of `sdpa`, which takes over where the kernels cannot be built
 
 from torch import Tensor
 
+from headrace_shard.config import ShardSettings
 from headrace_shard.inputs import ForwardInputs
 from headrace_shard.kernels import build
 from headrace_shard.kernels.paged import PagedKernels
 
 
-class CpuBackend:
-    """Cache layout [num_blocks, num_kv_heads, block_size, head_dim], for keys and for values.
+def create(settings: ShardSettings) -> "CpuBackend":
+    """Builds the kernels at first use. Raises KernelUnavailable when there is no compiler or it fails."""
+    return CpuBackend(PagedKernels(build.load(build.user_cache(), settings.cxx)))
 
-    Making one builds its kernels with the compiler `cxx`; raises KernelUnavailable when there is none or it
-    fails.
-    """
+
+class CpuBackend:
+    """Cache layout [num_blocks, num_kv_heads, block_size, head_dim], for keys and for values."""
 
     name = "cpu"
     block_size = build.BLOCK_SIZE
 
-    def __init__(self, cxx: str) -> None:
-        self._kernels = PagedKernels(build.load(build.user_cache(), cxx))
+    def __init__(self, kernels: PagedKernels) -> None:
+        self._kernels = kernels
+        self.means = f"native kernels for {kernels.instructions}"
 
     def cache_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's keys, and of its values."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from headrace_shard.config import ShardSettings
 from headrace_shard.inputs import ForwardInputs
 
 IntArray = npt.NDArray[np.int64]
@@ -59,10 +60,16 @@ class _Plan:
     chunks: tuple[_Chunk, ...]
 
 
+def create(settings: ShardSettings) -> "SdpaBackend":
+    """It needs no setting."""
+    return SdpaBackend()
+
+
 class SdpaBackend:
     """Cache layout [num_blocks, num_kv_heads, block_size, head_dim], for keys and for values."""
 
     name = "sdpa"
+    means = "plain torch"
     block_size = 16
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
 
 @pytest.fixture(scope="module")
 def cpu() -> AttentionBackend:
-    backend, _ = pick("cpu", torch.device("cpu"), cxx=ShardSettings.cxx)
+    backend, _ = pick(ShardSettings(attention="cpu"), torch.device("cpu"))
     assert backend.name == "cpu"
     return backend
 

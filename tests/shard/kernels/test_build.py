@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from headrace_shard.attention.base import pick
+from headrace_shard.config import ShardSettings
 from headrace_shard.errors import KernelUnavailable
 from headrace_shard.kernels import build
 
@@ -104,7 +105,7 @@ def test_failing_compiler_is_quoted(tmp_path: Path) -> None:
     script.chmod(0o755)
     with pytest.raises(KernelUnavailable, match="failed with status 4: error: out of luck"):
         build.load(tmp_path / "cache", str(script))
-    backend, why = pick("auto", torch.device("cpu"), cxx=str(script))
+    backend, why = pick(ShardSettings(cxx=str(script)), torch.device("cpu"))
     assert backend.name == "sdpa"
     assert "out of luck" in why
     assert "\n" not in why
