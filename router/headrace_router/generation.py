@@ -122,6 +122,7 @@ class Generation:
         self._num_generated = 0
         self._last_token_at = 0.0
         self._is_over = False
+        self._finish_reason: FinishReason | None = None
 
     def begin(self) -> None:
         """Joins the queue; called once, by the engine. Raises as `Batcher.submit`."""
@@ -130,6 +131,16 @@ class Generation:
     def cancel(self) -> None:
         """Idempotent, and at once: the sequence leaves queue or shard before the next step."""
         self._end(FinishReason.CANCELLED)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens that the reader has taken so far."""
+        return self._num_generated
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended, once its reader has taken the end."""
+        return self._finish_reason
 
     # ---- the batcher's side
 
@@ -200,6 +211,7 @@ class Generation:
         self._is_over = reason is not None
         output = Output(tokens=self._shown(shown), prompt=self._take_prompt(), finish=None)
         if reason is not None:
+            self._finish_reason = reason
             output.finish = Finish(reason=reason, text=self._output.text, num_generated=self._num_generated)
             self._observe_end()
         return output

@@ -1,5 +1,7 @@
 """What stands between a URL and its handler: method, key, body, failures, and the counting of requests.
 
+Each request of an inference route leaves one line in the log when it ends.
+
 The order is that of the contract: key (401), method (405), content type (415), size (413), then the handler.
 This is the edge of a request: whatever goes wrong in it becomes an answer in the envelope of its face.
 """
@@ -13,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace_router.api.exchange import ClientLeft, Exchange, Face, HeaderList, Service
 from headrace_router.api.openai import OPENAI
+from headrace_router.api.request_log import log_end
 from headrace_router.api.tgi import NATIVE
 from headrace_router.errors import (
     HeadraceError,
@@ -53,13 +56,19 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange(scope, receive, send, face_of(scope["path"]))
+        failure: str | None = "cancelled"
         try:
             await self._dispatch(exchange, scope["method"])
+            failure = None
         except ClientLeft:
-            return  # Nobody is there to be told.
+            failure = "dropped"  # Nobody is there to be told.
         except Exception as fault:
             error = as_error(fault, exchange)
+            failure = error.error_type
             await exchange.fail(error, self._error_headers(error))
+        finally:
+            if self._post and self._is_inference and scope["method"] == "POST":
+                log_end(exchange, failure)
 
     async def _dispatch(self, exchange: Exchange, method: str) -> None:
         if self._get and method in ("GET", "HEAD"):

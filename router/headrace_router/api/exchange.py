@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
 
 from headrace_router.config import RouterConfig
-from headrace_router.engine import Engine
+from headrace_router.engine import Engine, Generation
 from headrace_router.errors import HeadraceError, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 from headrace_router.metrics import Metrics
 from headrace_router.text.tokenizer import Tokenizer
@@ -75,8 +75,11 @@ class Exchange:
         self.id: str = scope.get("headrace.request_id", "-")
         """`x-request-id`."""
         self.arrived = time.monotonic()
-        self.is_started = False
-        """Whether the status has been sent."""
+        self.status: int | None = None
+        """Once it has been sent."""
+        self.num_prompt_tokens = 0
+        self.generations: list[Generation] = []
+        """What it asked for: counted here for the line about its end."""
         self._is_complete = False
         self._receive = receive
         self._send = send
@@ -183,9 +186,14 @@ class Exchange:
         """A whole answer of status 200."""
         await self.answer(200, encoder.encode(value), headers)
 
+    @property
+    def is_started(self) -> bool:
+        """Whether the status has been sent."""
+        return self.status is not None
+
     async def start(self, status: int, headers: HeaderList) -> None:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        self.is_started = True
+        self.status = status
 
     async def send(self, body: bytes) -> None:
         """A part of the body. Waits while the client is too slow to take it."""

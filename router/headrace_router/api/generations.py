@@ -77,10 +77,12 @@ def submitted(
 ) -> Iterator[list[Running]]:
     """`num_copies` of each job, job by job, under way. None of them outlives the context."""
     running: list[Running] = []
+    exchange.num_prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
     try:
         for job in jobs:
             for request in copies(job.request, num_copies):
                 generation = service.engine.submit(request, job.options, arrived=exchange.arrived)
+                exchange.generations.append(generation)
                 running.append(Running(job=job, request=request, generation=generation))
         queued = running[0].generation.timings.queued
         service.metrics.request_validation_duration.observe(queued - exchange.arrived)

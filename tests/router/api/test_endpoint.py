@@ -1,6 +1,7 @@
 """Keys, methods, unknown paths, failures nobody foresaw, and the counting of requests."""
 
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,3 +186,51 @@ def test_draining_closes_connections(model_folder: Path) -> None:
             assert router.client.get("/live").status_code == 200
             router.do(router.shard.gate.set)
             assert running.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def ends(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.name.endswith("request_log")]
+
+
+def test_each_inference_request_leaves_one_line(
+    router: RunningRouter, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "headrace_router")
+    two = {"parameters": {"max_new_tokens": 2}}
+    router.post("/generate", {"inputs": "the water", **two}, headers={"x-request-id": "the id"})
+    router.post("/v1/completions", {"prompt": ["a", "b"], "n": 2, "max_tokens": 2, "stream": True})
+    router.post("/generate", {"inputs": ""})
+    router.post("/generate", {"inputs": "a", "parameters": {"max_new_tokens": 5000}})
+    router.post("/tokenize", {"inputs": "a"})
+    router.client.get("/")
+    router.wait_for(lambda: len(ends(caplog)) == 4)
+    first, several, *invalid = ends(caplog)
+    assert re.fullmatch(
+        r"POST /generate 200 finish=length prompt_tokens=\d+ generated_tokens=2 first_token_ms=\d+ "
+        r"total_ms=\d+ request_id=the id",
+        first,
+    )
+    assert several.startswith("POST /v1/completions 200 finish=length prompt_tokens=2 generated_tokens=8 ")
+    for line in invalid:
+        assert line.startswith(
+            "POST /generate 422 finish=validation prompt_tokens=0 generated_tokens=0 first_token_ms=- "
+        )
+    assert "water" not in caplog.text
+
+
+def test_a_client_that_leaves_is_told_of(router: RunningRouter, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace_router")
+    router.do(router.shard.gate.clear)
+    with raw_request(router, "/generate", {"inputs": "a", "parameters": {"max_new_tokens": 3}}):
+        router.wait_for(lambda: router.service.engine.num_active == 1)
+    router.wait_for(lambda: len(ends(caplog)) == 1)
+    router.do(router.shard.gate.set)
+    assert ends(caplog)[0].startswith("POST /generate - finish=dropped prompt_tokens=1 generated_tokens=0 ")
+
+
+def test_a_wrong_key_is_told_of_and_not_shown(keyed: RunningRouter, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headrace_router")
+    keyed.post("/generate", {"inputs": "a"}, headers={"authorization": "Bearer wrong"})
+    keyed.wait_for(lambda: len(ends(caplog)) == 1)
+    assert ends(caplog)[0].startswith("POST /generate 401 finish=unauthorized ")
+    assert "wrong" not in caplog.text
