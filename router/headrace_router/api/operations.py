@@ -1,6 +1,5 @@
 """What operators and their machines ask: is it alive, is it ready, what is it, how is it doing."""
 
-import logging
 import re
 
 from headrace_proto import __version__
@@ -9,8 +8,6 @@ from headrace_router.api.exchange import Exchange, Service
 from headrace_router.errors import Unavailable
 from headrace_router.metrics import CONTENT_TYPE
 from headrace_router.schemas import tgi
-
-log = logging.getLogger(__name__)
 
 ROUTER_NAME = "text-generation-router"
 """What TGI calls itself in `/info`; clients compare it."""
@@ -37,13 +34,13 @@ async def health(service: Service, exchange: Exchange) -> None:
     Who asks here replaces a server that says no, and one that drains is to end by itself: whether to send it
     requests is what /ready says.
     """
-    is_well = True
+    # Without a line for each probe: the batcher says when the shard is lost and when it is back.
     try:
         await service.engine.check_health()
-    except Unavailable as error:
-        log.debug("unhealthy: %s", error.message)
-        is_well = False
-    await _answer_probe(exchange, is_well)
+    except Unavailable:
+        await _answer_probe(exchange, False)
+    else:
+        await _answer_probe(exchange, True)
 
 
 async def ready(service: Service, exchange: Exchange) -> None:
