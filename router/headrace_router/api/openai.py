@@ -16,7 +16,7 @@ from headrace_router.engine import Finish, Output, OutputToken
 from headrace_router.errors import HeadraceError, ModelNotFound
 from headrace_router.scheduling.request import FinishReason
 from headrace_router.schemas import openai
-from headrace_router.schemas.openai import BASE_MODEL_NAMES
+from headrace_router.schemas.openai import base_model_names
 from headrace_router.validation import Job
 
 C = TypeVar("C")
@@ -52,7 +52,7 @@ async def models(service: Service, exchange: Exchange) -> None:
 async def model(service: Service, exchange: Exchange) -> None:
     """GET /v1/models/{id}."""
     name: str = exchange.scope["path_params"]["id"]
-    if name != service.model_id and name not in BASE_MODEL_NAMES:
+    if name != service.model_id and name not in base_model_names(service.model_id):
         raise ModelNotFound(
             f"The model `{name}` does not exist: `{service.model_id}` is served", param="model"
         )
@@ -65,8 +65,10 @@ def _model(service: Service) -> openai.Model:
 
 
 def answered_model(service: Service, asked: str | None) -> str:
-    """The name in a response: what was asked for, when that is the name of a model."""
-    return service.model_id if asked is None or asked in BASE_MODEL_NAMES else asked
+    """The name in a response: what was asked for, unless that is a short name of the model."""
+    if asked is None or asked in base_model_names(service.model_id):
+        return service.model_id
+    return asked
 
 
 def new_id(prefix: str) -> str:

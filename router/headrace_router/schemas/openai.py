@@ -5,14 +5,21 @@ and are not supported are declared here, so that they can be refused by name; fi
 answer (`user`, `metadata`, `store`, …) are unknown keys and ignored. Ranges are checked in `validation/`.
 """
 
+from pathlib import PurePath
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from headrace_router.schemas.decode import invalid
 
-BASE_MODEL_NAMES = ("tgi", "dummy")
-"""As `model` they always mean the served one: clients that are bound to a URL send them."""
+
+def base_model_names(model_id: str) -> frozenset[str]:
+    """What as `model` means the served one, beside its id.
+
+    `tgi` and `dummy`, which clients that are bound to a URL send, and the last part of the id or the folder:
+    `SmolLM2-360M-Instruct` of `HuggingFaceTB/SmolLM2-360M-Instruct`, `smollm2` of `/models/smollm2`.
+    """
+    return frozenset(("tgi", "dummy", PurePath(model_id).name or model_id))
 
 
 class ContentPart(Struct, frozen=True, kw_only=True):

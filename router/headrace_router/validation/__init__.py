@@ -24,7 +24,7 @@ from headrace_router.errors import (
 from headrace_router.scheduling.limits import Limits
 from headrace_router.scheduling.request import Request
 from headrace_router.schemas.decode import invalid
-from headrace_router.schemas.openai import BASE_MODEL_NAMES, ChatRequest, CompletionRequest, SamplingRequest
+from headrace_router.schemas.openai import ChatRequest, CompletionRequest, SamplingRequest, base_model_names
 from headrace_router.schemas.tgi import GenerateParameters, GenerateRequest
 from headrace_router.text.chat_template import RESERVED_VARIABLES, ChatTemplate
 from headrace_router.text.output import OutputOptions
@@ -64,7 +64,7 @@ class Validator:
         self._current_limits = limits
         self._pool = ThreadPoolExecutor(config.validation_workers, thread_name_prefix="validation")
         self._model_id = config.model_id or config.tokenizer_name
-        self._model_names = {*BASE_MODEL_NAMES, config.tokenizer_name, self._model_id}
+        self._model_names = {*base_model_names(self._model_id), config.tokenizer_name, self._model_id}
 
     def close(self) -> None:
         """Ends the threads."""

@@ -178,3 +178,15 @@ def test_prompts_of_mixed_kinds_are_refused(prompt: Any) -> None:
 def test_prompts_of_other_kinds_are_no_prompts(prompt: Any) -> None:
     with pytest.raises(ValidationError, match="prompt"):
         completion(prompt=prompt)
+
+
+@pytest.mark.parametrize(
+    ("model_id", "short"),
+    [
+        ("HuggingFaceTB/SmolLM2-360M-Instruct", "SmolLM2-360M-Instruct"),
+        ("/models/small/", "small"),
+        ("a", "a"),
+    ],
+)
+def test_the_last_part_of_an_id_is_a_name_of_the_model(model_id: str, short: str) -> None:
+    assert openai.base_model_names(model_id) == {"tgi", "dummy", short}

@@ -184,7 +184,7 @@ def test_tokens_that_the_model_lacks_are_refused(front: Front) -> None:
 # ---- models and templates
 
 
-@pytest.mark.parametrize("model", [None, "tgi", "dummy", "served/name"])
+@pytest.mark.parametrize("model", [None, "tgi", "dummy", "served/name", "name"])
 def test_names_of_the_model(front: Front, model: str | None) -> None:
     front.chat(model=model)
     front.completions(model=model)
