@@ -25,6 +25,9 @@ LEVELS = {
 }
 """The words that `--log-level` and a JSON line may use."""
 
+COLUMN_WIDTHS = (26, 16)
+"""Of the columns of a table but the last, in the readable form."""
+
 OWN_LOGGERS = ("headrace_proto", "headrace_router", "headrace_shard", "headrace_launcher", "__main__")
 
 
@@ -39,6 +42,13 @@ class LogLine:
     target: str
     """Name of the logger."""
     message: str
+    columns: tuple[str, ...] = ()
+    """Of a row of a table; the message is the row in one piece."""
+
+
+def table_row(name: str, value: str, why: str) -> tuple[str, dict[str, object]]:
+    """Message and `extra` of a line that belongs to a table: `log.info(message, extra=extra)`."""
+    return f"{name}: {value}, {why}".removesuffix(", "), {"headrace_columns": (name, value, why)}
 
 
 def _timestamp(seconds: float) -> str:
@@ -63,11 +73,17 @@ class ReadableFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         process = getattr(record, "headrace_process", self._process)
         level = record.levelname.replace("WARNING", "WARN")
-        return f"{_timestamp(record.created)} {level:<5} {process:<8} {_message_of(record)}"
+        message = _message_of(record)
+        if columns := getattr(record, "headrace_columns", ()):
+            widths = (*COLUMN_WIDTHS, *[0] * len(columns))
+            message = " ".join(
+                text.ljust(width) for text, width in zip(columns, widths, strict=False)
+            ).rstrip()
+        return f"{_timestamp(record.created)} {level:<5} {process:<8} {message}"
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: `timestamp`, `level`, `process`, `target`, `message`."""
+    """One object a line: `timestamp`, `level`, `process`, `target`, `message`; for a row `columns` too."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -81,6 +97,8 @@ class JsonFormatter(logging.Formatter):
             "target": record.name,
             "message": _message_of(record),
         }
+        if columns := getattr(record, "headrace_columns", ()):
+            fields["columns"] = columns
         return json.dumps(fields, ensure_ascii=False)
 
 
@@ -128,6 +146,7 @@ def parse(text: str) -> LogLine | None:
             level=LEVELS[fields["level"].lower()],
             target=str(fields["target"]),
             message=str(fields["message"]),
+            columns=tuple(map(str, fields.get("columns", ()))),
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
@@ -144,6 +163,7 @@ def relay(process: str, text: str, *, level: int = logging.INFO) -> str:
     record = logging.LogRecord(line.target, line.level, "", 0, line.message, None, None)
     record.created = line.seconds
     record.headrace_process = process
+    record.headrace_columns = line.columns
     # The process that printed it has chosen what is worth printing: no second threshold here.
     for handler in logging.getLogger().handlers:
         handler.handle(record)

@@ -34,7 +34,7 @@ from headrace_router.api.exchange import Service
 from headrace_router.app import create_app, create_metrics_app
 from headrace_router.config import RouterConfig
 from headrace_router.engine import Engine
-from headrace_router.errors import LimitsError, StartupError, Unavailable
+from headrace_router.errors import LimitsError, StartupError, Unavailable, counted
 from headrace_router.metrics import Metrics
 from headrace_router.text.chat_template import ChatTemplate
 from headrace_router.text.tokenizer import Tokenizer
@@ -172,7 +172,8 @@ class Process:
         except Unavailable:
             return
         for row in engine.rows:
-            log.info("%-26s %-16s %s", row.name, row.value, row.why)
+            message, extra = logs.table_row(row.name, row.value, row.why)
+            log.info("%s", message, extra=extra)
         host, port = self._sockets[0].getsockname()[:2]
         log.info("Connected: serving %s on http://%s:%d", self._service.model_id, _in_url(host), port)
 
@@ -190,14 +191,18 @@ class Process:
         engine, seconds = self._service.engine, self._service.config.graceful_termination_timeout
         engine.drain()
         if engine.num_active:
-            log.info("draining: %d sequences have %g s to end", engine.num_active, seconds)
+            log.info(
+                "draining: %s may take %g s to end; a second signal ends all at once",
+                counted(engine.num_active, "sequence"),
+                seconds,
+            )
             draining = asyncio.create_task(engine.drained(seconds))
             hurrying = asyncio.create_task(self._is_hurried.wait())
             await asyncio.wait([draining, hurrying], return_when=asyncio.FIRST_COMPLETED)
             draining.cancel()
             hurrying.cancel()
             if engine.num_active:
-                log.warning("%d sequences did not end in time", engine.num_active)
+                log.warning("%s did not end in time", counted(engine.num_active, "sequence"))
 
 
 def create_server(app: ASGIApp) -> Server:

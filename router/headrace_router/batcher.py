@@ -26,6 +26,7 @@ from headrace_router.errors import (
     LimitsError,
     Unavailable,
     context_length_exceeded,
+    counted,
 )
 from headrace_router.meter import Meter
 from headrace_router.metrics import METHODS, Metrics
@@ -78,6 +79,7 @@ class Batcher:
     def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
         self._config = config
         self._wanted = Wanted(
+            model_id=config.model_id or config.tokenizer_name,
             max_input_tokens=config.max_input_tokens,
             max_total_tokens=config.max_total_tokens,
             max_step_tokens=config.max_batch_prefill_tokens,
@@ -155,8 +157,10 @@ class Batcher:
     async def _connect(self, client: ShardClient) -> None:
         """Waits for a shard, warms it up and takes over what waits. Raises `Unavailable`, `LimitsError`."""
         info = await self._find(client)
+        planned = plan(self._wanted, info)
+        log.info("the shard warms up: measuring a step of %s", counted(planned.max_step_tokens, "token"))
         try:
-            capacity = await client.warmup(plan(self._wanted, info))
+            capacity = await client.warmup(planned)
         except GenerationError as error:
             raise LimitsError(f"the shard could not warm up: {error.message}") from error
         self.limits, self.rows = derive(self._wanted, info, capacity)
@@ -179,7 +183,7 @@ class Batcher:
         self._meter.ready(self.limits)
         self._changed()
         self.settled.set()
-        log.info("the shard is ready: %s on %s", info.model_type, info.device)
+        log.info("the shard is warm: %s in %s on %s", info.model_type, info.dtype, info.device)
 
     async def _find(self, client: ShardClient) -> ShardInfo:
         """Asks until a shard answers; one of another version is named in a warning."""
@@ -211,18 +215,19 @@ class Batcher:
             self._fail(sequence, Unavailable("The model's process was lost during generation, try again"))
         self._changed()
         log.error(
-            "%s: %d requests failed, %d wait for it to come back",
+            "%s: %s failed; waiting for it to come back: %d",
             error.message,
-            len(failed),
+            counted(len(failed), "request"),
             self._scheduler.num_waiting,
         )
 
     def _refuse(self, error: LimitsError) -> None:
-        """Nobody knows when a shard will fit again: whoever waits for one is told."""
-        log.error("%s", error)
+        """At the first start it is the process's end, which its owner tells. Later nobody knows when a shard
+        will fit again: whoever waits for one is told."""
         if self._scheduler is None:
             self.failure = error
             return
+        log.error("%s", error)
         for sequence in self._scheduler.waiting:
             self._scheduler.finish(sequence, FinishReason.FAILED)
             self._fail(sequence, Unavailable("The model's process cannot serve any more, try again later"))
@@ -283,7 +288,8 @@ class Batcher:
         self, client: ShardClient, scheduler: Scheduler, step: Step, error: HeadraceError
     ) -> None:
         """A step failed: so do the requests in it; the shard forgets everybody, the others come back."""
-        log.error("step %d of %d sequences failed: %s", step.id, len(step.scheduled), error.message)
+        num_failed = counted(len(step.scheduled), "sequence")
+        log.error("step %d of %s failed: %s", step.id, num_failed, error.message)
         for sequence in scheduler.fail_step(step):
             self._fail(sequence, GenerationError(error.message))
         self._changed()

@@ -29,6 +29,11 @@ NATIVE_PREFIX = "Input validation error: "
 """How the native face begins the message of every `ValidationError`."""
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 token`, `2 tokens`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class HeadraceError(Exception):
     """Root of the tree; also what an unforeseen fault of one request becomes."""
 

@@ -40,6 +40,22 @@ def test_a_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_a_row_of_a_table_has_columns_for_people_only(capsys: pytest.CaptureFixture[str]) -> None:
+    message, extra = logs.table_row("step", "512 tokens", "the default")
+    logs.setup("router", True)
+    logger.info(message, extra=extra)
+    line = capsys.readouterr().out
+    fields = json.loads(line)
+    assert fields["message"] == "step: 512 tokens, the default"
+    assert fields["columns"] == ["step", "512 tokens", "the default"]
+    logs.setup("launcher", False)
+    logs.relay("router", line)
+    assert capsys.readouterr().out.endswith(f"router   {'step':<26} {'512 tokens':<16} the default\n")
+    logs.setup("launcher", True)
+    logs.relay("router", line)
+    assert json.loads(capsys.readouterr().out) == fields
+
+
 def test_a_traceback_stays_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     logs.setup("router", True)
     try:

@@ -8,7 +8,7 @@ Knows no flags' parsing and no wire; messages name the flags because their reade
 
 from dataclasses import dataclass
 
-from headrace_router.errors import LimitsError
+from headrace_router.errors import LimitsError, counted
 
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 4096
@@ -18,6 +18,8 @@ GPU_STEP_TOKENS = 4096
 class Wanted:
     """What the user set; None leaves it to us."""
 
+    model_id: str
+    """What to serve, in the user's words."""
     max_input_tokens: int | None = None
     max_total_tokens: int | None = None
     max_step_tokens: int | None = None
@@ -146,8 +148,10 @@ def derive(wanted: Wanted, info: ShardInfo, capacity: Capacity) -> tuple[Limits,
 def _max_total_tokens(wanted: Wanted, info: ShardInfo, capacity: Capacity, cache_tokens: int) -> int:
     if cache_tokens < 2:
         raise LimitsError(
-            f"the KV cache holds {cache_tokens} tokens ({_gigabytes(capacity.available_bytes)} available, "
-            f"{capacity.block_bytes} bytes for {info.block_size} tokens): free memory or take a smaller model"
+            f"the KV cache holds {counted(cache_tokens, 'token')}: it may take "
+            f"{_spelled(capacity.available_bytes)} beside {_spelled(info.weight_bytes)} of weights, and "
+            f"{counted(info.block_size, 'token')} take {_spelled(capacity.block_bytes)}; free memory or take "
+            "a smaller model"
         )
     if info.max_positions < 2:
         raise LimitsError(
@@ -187,28 +191,28 @@ def _rows(wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits) -
     else:
         batch_why = "one token of a step for each"
     rows = [
-        ("model", info.model_type, f"{_gigabytes(info.weight_bytes)} of weights in {info.dtype}"),
+        ("model", info.model_type, wanted.model_id),
         *(_noted(note) for note in info.notes),
         (
             "KV cache",
-            f"{cache_tokens} tokens",
-            f"{limits.num_blocks} blocks of {limits.block_size}, {_gigabytes(cache_bytes)} of "
-            f"{_gigabytes(capacity.available_bytes)} available"
+            counted(cache_tokens, "token"),
+            f"{counted(limits.num_blocks, 'block')} of {limits.block_size}, {_spelled(cache_bytes)}; "
+            f"--kv-cache-memory or its default allows {_spelled(capacity.available_bytes)}"
             + (f"; --max-batch-total-tokens {wanted.max_cache_tokens}" if wanted.max_cache_tokens else ""),
         ),
-        ("longest prompt and answer", f"{limits.max_total_tokens} tokens", total_why),
+        ("longest prompt and answer", counted(limits.max_total_tokens, "token"), total_why),
         (
             "longest prompt",
-            f"{limits.max_input_tokens} tokens",
+            counted(limits.max_input_tokens, "token"),
             "--max-input-tokens" if wanted.max_input_tokens else "one token is left for the answer",
         ),
         (
             "step",
-            f"{limits.max_step_tokens} tokens",
+            counted(limits.max_step_tokens, "token"),
             ("--max-batch-prefill-tokens" if wanted.max_step_tokens else f"the default on {info.device}")
             + f"; takes {capacity.step_seconds:.3f} s",
         ),
-        ("running at once", f"{limits.max_step_sequences} sequences", batch_why),
+        ("running at once", counted(limits.max_step_sequences, "sequence"), batch_why),
     ]
     return tuple(Row(name=name, value=value, why=why) for name, value, why in rows)
 
@@ -220,5 +224,5 @@ def _noted(note: str) -> tuple[str, str, str]:
     return name, value, why
 
 
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB"
+def _spelled(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -20,7 +20,7 @@ INFO = ShardInfo(
     notes=("device: cpu, no GPU is there", "threads: 2, the cores, all of them"),
 )
 CAPACITY = Capacity(num_blocks=1000, block_bytes=4096, step_seconds=0.25, available_bytes=8_000_000)
-WANTED = Wanted(max_concurrent_requests=128)
+WANTED = Wanted(model_id="org/name", max_concurrent_requests=128)
 
 
 def test_defaults_come_from_model_and_device() -> None:
@@ -37,6 +37,11 @@ def test_defaults_come_from_model_and_device() -> None:
     )
     table = {row.name: (row.value, row.why) for row in rows}
     assert table["longest prompt and answer"] == ("2048 tokens", "the model's context")
+    assert table["model"] == ("llama", "org/name")
+    assert table["KV cache"] == (
+        "16000 tokens",
+        "1000 blocks of 16, 3.9 MiB; --kv-cache-memory or its default allows 7.6 MiB",
+    )
     assert table["device"] == ("cpu", "no GPU is there")
     assert table["threads"] == ("2", "the cores, all of them")
     assert table["step"] == ("512 tokens", "the default on cpu; takes 0.250 s")
@@ -52,6 +57,7 @@ def test_a_small_cache_limits_the_context() -> None:
 
 def test_settings_hold() -> None:
     wanted = Wanted(
+        model_id="org/name",
         max_input_tokens=100,
         max_total_tokens=200,
         max_step_tokens=64,
@@ -69,8 +75,13 @@ def test_settings_hold() -> None:
     assert "--max-batch-total-tokens 16000" in whys["KV cache"]
 
 
+def test_one_is_not_many() -> None:
+    _, rows = derive(replace(WANTED, max_concurrent_requests=1), INFO, CAPACITY)
+    assert {row.name: row.value for row in rows}["running at once"] == "1 sequence"
+
+
 def test_a_step_has_a_token_for_everybody() -> None:
-    limits, rows = derive(Wanted(max_concurrent_requests=128, max_step_tokens=32), INFO, CAPACITY)
+    limits, rows = derive(replace(WANTED, max_step_tokens=32), INFO, CAPACITY)
     assert limits.max_step_sequences == 32
     assert {row.name: row.why for row in rows}["running at once"] == "one token of a step for each"
 
@@ -94,7 +105,11 @@ def test_contradictions_are_one_line_with_numbers(
     wanted: dict[str, int], num_blocks: int, message: str
 ) -> None:
     with pytest.raises(LimitsError, match=message) as caught:
-        derive(Wanted(max_concurrent_requests=1000, **wanted), INFO, replace(CAPACITY, num_blocks=num_blocks))
+        derive(
+            Wanted(model_id="org/name", max_concurrent_requests=1000, **wanted),
+            INFO,
+            replace(CAPACITY, num_blocks=num_blocks),
+        )
     assert "\n" not in str(caught.value)
 
 
