@@ -5,6 +5,8 @@ any other status                            → errors.GenerationError  it is th
 """
 
 import asyncio
+import logging
+import re
 from collections.abc import Awaitable, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +38,12 @@ WARMUP_TIMEOUT_SECONDS = 600.0
 """Warming up may compile kernels and capture graphs."""
 
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED)
+
+_NO_CONNECTION = re.compile("failed to connect|no such file|connection refused", re.IGNORECASE)
+_BROKEN = re.compile("socket closed|connection reset|broken pipe|goaway|(recv|send)msg|cancel", re.IGNORECASE)
+"""gRPC's own words; what else comes with a status is the shard's."""
+
+log = logging.getLogger(__name__)
 
 _OPTIONS = (
     ("grpc.max_send_message_length", -1),
@@ -69,6 +77,8 @@ class ShardClient:
         """For a step, and for what waits behind one."""
         self._channel = grpc.aio.insecure_channel(target_of(address), options=_OPTIONS)
         self._is_closed = False
+        self._told = ""
+        """What went wrong last, in gRPC's words."""
         stub: ShardAsyncStub = ShardStub(self._channel)  # type: ignore[assignment]
         self._stub = stub
 
@@ -140,9 +150,18 @@ class ShardClient:
 
     def _error(self, error: grpc.aio.AioRpcError, name: str) -> HeadraceError:
         details = error.details() or error.code().name
+        if details != self._told:  # While a shard starts it is asked again and again.
+            log.debug("%s: %s: %s", name, error.code().name, details)
+            self._told = details
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return Unavailable(f"the shard at {self._address} did not answer {name} in time")
         if error.code() in _GONE:
-            return Unavailable(f"the shard at {self._address} is gone ({name}: {details})")
+            return Unavailable(f"the shard at {self._address} is gone: {_in_plain_words(details)}")
         prefix = "Request failed during generation: Server error" if name == "step" else f"{name} failed"
         return GenerationError(f"{prefix}: {details}")
+
+
+def _in_plain_words(details: str) -> str:
+    if _NO_CONNECTION.search(details):
+        return "no connection"
+    return "the connection broke" if _BROKEN.search(details) else details
