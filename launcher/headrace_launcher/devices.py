@@ -20,7 +20,8 @@ def describe(device: str, environment: Mapping[str, str]) -> str:
     """What `--device` comes down to, in words."""
     num_gpus = 0 if device == "cpu" else num_visible_gpus(environment)
     if num_gpus == 0 and device != "cuda":
-        return f"CPU, {len(os.sched_getaffinity(0))} cores"
+        num_cores = len(os.sched_getaffinity(0))
+        return f"a CPU of {num_cores} cores" if num_cores > 1 else "a CPU of 1 core"
     if num_gpus > 1:
         return f"the first of {num_gpus} GPUs (this version uses one)"
-    return "GPU"
+    return "a GPU"

@@ -31,6 +31,8 @@ MAX_LAST_WORDS = 600
 _REFUSAL = re.compile(r"headrace-\w+: error: ")
 """How a program of headrace's own begins the line, on standard error, that says why it ends."""
 
+logger = logging.getLogger(__name__)
+
 LAST_LINE_SECONDS = 1.0
 """How long the pipes of a dead child are read on when somebody else holds their other end."""
 
@@ -170,7 +172,9 @@ class Child:
             line = logs.parse(text)
             bare_level = logging.ERROR if _REFUSAL.match(text) else level
             self._lines.append((line.level if line else bare_level, line.message if line else text))
-            logs.relay(self.name, text, level=bare_level)
+            # A refusal is told by whoever looks at how the child ended.
+            if bare_level != logging.ERROR or logger.isEnabledFor(logging.DEBUG):
+                logs.relay(self.name, text, level=bare_level)
 
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: _Lines(on_line, self._pipe_ended), pipe)

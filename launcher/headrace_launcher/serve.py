@@ -47,14 +47,16 @@ SAME_SIGNAL_SECONDS = 0.5
 """timeout(1) and some shells signal a process and then its group: both are one wish."""
 
 
-async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
-    """Serves until a signal comes. Raises StartError, or Stopped for a signal before the children started."""
+async def serve(config: LauncherConfig, environment: Mapping[str, str], started: float) -> None:
+    """Serves until a signal comes. Raises StartError, or Stopped for a signal before the children started.
+
+    `started`: when this process began, in seconds of `time.monotonic()`.
+    """
     stop = handle_signals()
-    logger.info("headrace %s", __version__)
+    for line in environment_report() if config.env else [f"headrace {__version__}"]:
+        logger.info("%s", line)
     for warning in config.warnings():
         logger.warning("%s", warning)
-    for line in environment_report() if config.env else ():
-        logger.info("%s", line)
     port = network.claim_port(config.hostname, config.port)
     if config.prometheus_port not in (None, port):
         network.claim_port(config.hostname, config.prometheus_port or 0, "--prometheus-port")
@@ -62,23 +64,16 @@ async def serve(config: LauncherConfig, environment: Mapping[str, str]) -> None:
         # Whatever a child leaves there when it is killed goes with this run.
         environment = {**environment, "TMPDIR": str(scratch)}
         address = await shard_socket(config, scratch)
-        started = time.monotonic()
         files = await resolve(config, environment, scratch, stop)
+        logger.info("files %s: %s, %s weights", files.folder, files.model_type, files.dtype)
         logger.info(
-            "files %s: %s, %s weights; found in %.1f s",
-            files.folder,
-            files.model_type,
-            files.dtype,
-            time.monotonic() - started,
-        )
-        logger.info(
-            "starting on %s in %s; the router listens on %s:%d",
+            "starting the shard on %s with %s, and the router on %s:%d",
             devices.describe(config.device, environment),
-            f"the checkpoint's {files.dtype}" if config.dtype == "auto" else config.dtype,
+            f"dtype {files.dtype}, the checkpoint's" if config.dtype == "auto" else f"dtype {config.dtype}",
             config.hostname,
             port,
         )
-        await supervisor_for(config, environment, files, address, port).run(stop)
+        await supervisor_for(config, environment, files, address, port, started).run(stop)
 
 
 def handle_signals() -> asyncio.Event:
@@ -179,7 +174,12 @@ async def shard_socket(config: LauncherConfig, scratch: Path) -> Path:
 
 
 def supervisor_for(
-    config: LauncherConfig, environment: Mapping[str, str], files: ModelFiles, socket: Path, port: int
+    config: LauncherConfig,
+    environment: Mapping[str, str],
+    files: ModelFiles,
+    socket: Path,
+    port: int,
+    started: float,
 ) -> Supervisor:
     """Shard and router with the settings that are theirs."""
     inherited = without_settings(environment, LauncherConfig)
@@ -203,6 +203,7 @@ def supervisor_for(
         port=port,
         socket=socket,
         drain_seconds=config.graceful_termination_timeout,
+        started=started,
     )
 
 

@@ -196,14 +196,19 @@ class Supervisor:
         port: int,
         socket: Path,
         drain_seconds: float,
+        started: float,
     ) -> None:
-        """`hostname`, `port`: where the router serves. `socket`: where the shard does."""
+        """`hostname`, `port`: where the router serves. `socket`: where the shard does.
+
+        `started`: since when somebody waits for the server, in seconds of `time.monotonic()`.
+        """
         self._shard = shard
         self._router = router
         self._hostname = hostname
         self._port = port
         self._socket = socket
         self._drain_seconds = drain_seconds
+        self._started = started
 
     async def run(self, stop: asyncio.Event) -> None:
         """Returns once `stop` is set and every child has ended. Raises StartError after ending what runs."""
@@ -224,7 +229,7 @@ class Supervisor:
 
     async def _watch(self) -> None:
         """Looks whether the two answer: marks them as serving, and sees who is frozen."""
-        started = time.monotonic()
+        started = self._started
         is_serving = was_serving = False
         while True:
             status = await health_status(self._hostname, self._port)
@@ -272,7 +277,10 @@ class Supervisor:
         """The router first, with time for its running requests, then the shard that computes them."""
         is_draining = self._router.state is State.SERVING
         if is_draining:
-            logger.info("stopping: running requests get up to %g s", self._drain_seconds)
+            logger.info(
+                "stopping: running requests have %g s to end; a second Ctrl-C or SIGTERM ends all at once",
+                self._drain_seconds,
+            )
         await self._router.stop(self._drain_seconds + DRAIN_MARGIN_SECONDS if is_draining else STOP_SECONDS)
         await self._shard.stop(STOP_SECONDS)
         logger.info("stopped")

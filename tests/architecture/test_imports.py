@@ -32,7 +32,7 @@ print(len(names))
 
 LOADS = """
 import sys
-import headrace_launcher.__main__
+import headrace_launcher.__main__, headrace_launcher.serve
 print(*(name for name in sys.modules if name.startswith(("headrace_router", "headrace_shard"))))
 """
 

@@ -2,9 +2,9 @@
 
 `packages` puts them in front of the real ones, so that `python -m headrace_shard` runs the fake while
 `headrace_shard.config` stays the real module. Each appends what happens to it to the file `events`.
-What they do is set by variables: FAKE_SHARD (`fails`, `slow`, `orphans`, `numb`: its device does not compute)
-and FAKE_ROUTER (`fails-router`, `stubborn`, `warming`: it says that nobody is served); a file with such words
-at FAKE_MOOD wins, for a change of mind.
+What they do is set by variables: FAKE_SHARD (`fails`, `refuses`, `slow`, `orphans`, `numb`: its device does
+not compute) and FAKE_ROUTER (`fails-router`, `stubborn`, `warming`: it says that nobody is served); a file
+with such words at FAKE_MOOD wins, for a change of mind.
 """
 
 import os
@@ -61,6 +61,8 @@ log("INFO", "loading")
 print("a bare line on standard error", file=sys.stderr)
 with events.with_name("shard-seen.json").open("w") as file:
     json.dump({"argv": sys.argv, "environment": dict(os.environ)}, file)
+if "refuses" in mood("FAKE_SHARD"):
+    sys.exit("headrace-shard: error: no such weights")
 if "fails" in mood("FAKE_SHARD"):
     log("ERROR", "the weights are upside down")
     sys.exit(3)

@@ -25,7 +25,7 @@ def test_visible_gpus(environment: dict[str, str], num_gpus: int, tmp_path: Path
 
 
 def test_description() -> None:
-    assert describe("cpu", {"CUDA_VISIBLE_DEVICES": "0"}).startswith("CPU, ")
-    assert describe("auto", {"CUDA_VISIBLE_DEVICES": ""}).startswith("CPU, ")
-    assert describe("auto", {"CUDA_VISIBLE_DEVICES": "4"}) == "GPU"
+    assert describe("cpu", {"CUDA_VISIBLE_DEVICES": "0"}).startswith("a CPU of ")
+    assert describe("auto", {"CUDA_VISIBLE_DEVICES": ""}).startswith("a CPU of ")
+    assert describe("auto", {"CUDA_VISIBLE_DEVICES": "4"}) == "a GPU"
     assert describe("cuda", {"CUDA_VISIBLE_DEVICES": "4,5"}).startswith("the first of 2 GPUs")

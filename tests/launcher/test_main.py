@@ -1,6 +1,7 @@
 """The whole launcher as a user starts it, with the fakes as its children."""
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -102,7 +103,9 @@ def test_errors_are_one_line(argv: list[str], status: int, words: str) -> None:
 
 def test_version_and_help() -> None:
     assert re.fullmatch(r"headrace \d+\.\d+\.\d+\n", ended("--version").stdout)
-    assert "--model-id" in ended("download", "--help").stdout
+    shown = ended("download", "--help").stdout
+    assert "--model-id" in shown and shown.startswith("usage: headrace download ")
+    assert "prints the folder it is in and ends" in " ".join(shown.split())
 
 
 def test_a_port_in_use_starts_nothing(fakes: Fakes, model: Path) -> None:
@@ -204,6 +207,30 @@ def test_a_signal_while_a_file_is_converted(launch: Any, tmp_path: Path) -> None
     assert launched.fakes.events() == ["shard converts"]
 
 
+def test_a_signal_while_modules_are_imported(tmp_path: Path) -> None:
+    # An import that lasts until somebody writes to the pipe.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "asyncio.py").write_text(f"open({str(pipe)!r}).read()\n")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-P", "-m", "headrace_launcher"]
+    with (
+        subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process,
+        pipe.open("w"),
+    ):
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and errors == ""
+
+
+def test_a_refusal_is_told_once(launch: Any) -> None:
+    launched = launch(FAKE_SHARD="refuses")
+    assert launched.process.wait(30) == 1
+    assert launched.log.count("no such weights") == 1
+    last = launched.log.splitlines()[-1]
+    assert last == "headrace: error: the shard did not start, exit status 1: no such weights"
+
+
 def test_a_shard_that_fails_is_quoted(launch: Any) -> None:
     launched = launch(FAKE_SHARD="fails")
     assert launched.process.wait(30) == 1
@@ -279,4 +306,5 @@ def test_the_environment_report(launch: Any) -> None:
     launched = launch("--env")
     launched.wait_ready()
     assert re.search(r"INFO  launcher headrace .*, Python 3", launched.log)
+    assert len(re.findall(r"headrace \d+\.\d+\.\d+", launched.log)) == 1
     assert "GPU" in launched.log and "GiB of memory" in launched.log

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,13 @@ class Group:
         self.shard = Supervised("shard", shard_argv, environment, socket=socket)
         self.router = Supervised("router", router_argv, environment)
         self.supervisor = Supervisor(
-            self.shard, self.router, hostname="127.0.0.1", port=port, socket=socket, drain_seconds=20
+            self.shard,
+            self.router,
+            hostname="127.0.0.1",
+            port=port,
+            socket=socket,
+            drain_seconds=20,
+            started=time.monotonic(),
         )
 
 
