@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace_proto import logs
-from headrace_proto.process import die_with_parent
+from headrace_proto.process import PARENT_VARIABLE, die_with_parent
 from headrace_proto.settings import SettingsError, load_or_exit
 
 from headrace_shard.config import ShardConfig
@@ -128,8 +128,10 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
         with stop_signal.importing():
             from headrace_shard.loading import load
         loaded = load(Path(config.model_path), config)
+        # Under a launcher there is a router, whose table they are in.
+        level = logging.DEBUG if PARENT_VARIABLE in os.environ else logging.INFO
         for note in loaded.notes:
-            logger.info(note)
+            logger.log(level, "%s", note)
         asyncio.run(_answer(config, loaded, place, stop_signal, started))
     except DeviceLost as error:
         _refuse(str(error), 1)
@@ -174,7 +176,7 @@ async def _answer(
     stop_signal.set_asked(lambda: loop.call_soon_threadsafe(end))
     await server.start()
     where = config.listen if not config.listen.endswith(":0") else f"port {port}"
-    logger.info("ready on %s after %.1f s", where, time.perf_counter() - started)
+    logger.info("listening on %s after %.1f s", where, time.perf_counter() - started)
     lost = await ended
     if lost is not None:
         await server.stop(LOST_SECONDS)

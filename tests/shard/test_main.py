@@ -61,7 +61,7 @@ def test_serves_until_a_signal_comes(folder: Path, tmp_path: Path, number: signa
         output, errors = process.communicate(timeout=TIMEOUT_SECONDS)
     assert process.returncode == 0
     assert errors == ""
-    assert f"ready on unix://{address}" in output
+    assert f"listening on unix://{address}" in output
     assert "dtype: float32, the checkpoint's" in output
     assert not address.exists()
 

@@ -129,6 +129,7 @@ def _processor() -> str:
 
 
 def _build(compiler: list[str], flags: tuple[str, ...], runtime: Path | None, target: Path) -> None:
+    _logger.info("building the CPU kernels with %s: some seconds, at the first start only", compiler[0])
     started = time.monotonic()
     libraries = [str(runtime)] if runtime is not None else []
     _run([*compiler, *flags, "-o", str(target), str(_SOURCES / "kernels.cpp"), *libraries])
