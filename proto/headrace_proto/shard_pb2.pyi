@@ -70,7 +70,7 @@ class InfoResponse(google.protobuf.message.Message):
 
     @property
     def notes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """What was decided at start and why, "name: value, why" each; the shard has written them to its log, too."""
+        """What was decided at start and why, "name: value, why" each; a shard under a launcher logs them at debug only."""
 
     def __init__(
         self,
