@@ -14,9 +14,11 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is n
 
 
 def make(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs a verb with the environment that runs this test, as it is."""
+    """Runs a verb with the environment that runs this test, as it is; by itself, though `make` may run us."""
     command = ["make", "--no-print-directory", f"VENV={sys.prefix}", f"--old-file={sys.prefix}/.installed"]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    of_outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+    environment = {name: value for name, value in os.environ.items() if name not in of_outer}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     return subprocess.run(
         [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
