@@ -19,7 +19,7 @@ def create_app(service: Service) -> ASGIApp:
     def inference(path: str, post: PostHandler, get: GetHandler | None = None) -> Route:
         return Route(path, Endpoint(service, get=get, post=post))
 
-    def helper(path: str, post: PostHandler) -> Route:
+    def token_route(path: str, post: PostHandler) -> Route:
         return Route(path, Endpoint(service, post=post, is_inference=False))
 
     def operation(path: str, get: GetHandler) -> Route:
@@ -32,9 +32,9 @@ def create_app(service: Service) -> ASGIApp:
         inference("/generate_stream", tgi.generate_stream),
         inference("/", tgi.compat_generate, get=operations.health),
         inference("/invocations", invocations),
-        helper("/tokenize", tokenizing.tokenize),
-        helper("/chat_tokenize", tokenizing.chat_tokenize),
-        helper("/detokenize", tokenizing.detokenize),
+        token_route("/tokenize", tokenizing.tokenize),
+        token_route("/chat_tokenize", tokenizing.chat_tokenize),
+        token_route("/detokenize", tokenizing.detokenize),
         operation("/v1/models", models),
         operation("/v1/models/{id:path}", model),
         operation("/info", operations.info),
