@@ -312,7 +312,7 @@ def _check_openai_budget(source: str, num_prompt: int, wanted: int, limits: Limi
 def _prompt_too_long(source: str, num_prompt: str, limits: Limits) -> ContextLengthExceeded:
     most = limits.max_input_tokens
     return ContextLengthExceeded(
-        f"{NATIVE_PREFIX}`{source}` must have at most {most} tokens. Given: {num_prompt}",
+        f"{NATIVE_PREFIX}`{source}` must have less than {most} tokens. Given: {num_prompt}",
         param=source,
         openai_message=(
             f"This model's maximum context length is {limits.max_total_tokens} tokens, of which a prompt may "

@@ -42,6 +42,10 @@ def check_native(
 ) -> None:
     """All that can be said before tokenising. Raises `ValidationError`, `ModelNotFound`."""
     _check_best_of(body, parameters, config, is_stream=is_stream)
+    # These messages are Text Generation Inference's to the letter, for clients know them by their words:
+    # temperature 0 is taken all the same, and so is a `truncate` or a prompt of just the limit.
+    if parameters.temperature is not None and not parameters.temperature >= 0:
+        raise invalid("`temperature` must be strictly positive", "temperature")
     _check_range("temperature", parameters.temperature, 0.0, MAX_TEMPERATURE)
     _check_common(parameters)
     if parameters.top_p is not None and not 0 < parameters.top_p <= 1:
@@ -62,7 +66,7 @@ def check_native(
     most = limits.max_input_tokens
     if parameters.truncate is not None and not 1 <= parameters.truncate <= most:
         raise invalid(
-            f"`truncate` must be strictly positive and <= {most}. Given: {parameters.truncate}",
+            f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}",
             "truncate",
         )
     if parameters.watermark:
@@ -87,7 +91,7 @@ def _check_best_of(
     elif best_of > 1 and config.max_best_of == 1:
         raise invalid("`best_of` != 1 is not allowed for this endpoint", "best_of")
     elif not 0 <= best_of <= config.max_best_of:
-        raise invalid(f"`best_of` must be >= 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
+        raise invalid(f"`best_of` must be > 0 and <= {config.max_best_of}. Given: {best_of}", "best_of")
     if best_of > 1 and not is_sampled(body):
         raise invalid("you must use sampling when `best_of` is > 1", "best_of")
 

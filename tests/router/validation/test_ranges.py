@@ -13,10 +13,10 @@ from headrace_router.validation import ranges
 from tests.router.validation.conftest import Front
 
 NATIVE = [
-    ({"best_of": 3}, "`best_of` must be >= 0 and <= 2. Given: 3"),
-    ({"best_of": -1}, "`best_of` must be >= 0 and <= 2. Given: -1"),
+    ({"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
+    ({"best_of": -1}, "`best_of` must be > 0 and <= 2. Given: -1"),
     ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
-    ({"temperature": -0.1}, "`temperature` must be >= 0.0 and <= 100000.0. Given: -0.1"),
+    ({"temperature": -0.1}, "`temperature` must be strictly positive"),
     ({"temperature": 1e39}, "`temperature` must be >= 0.0 and <= 100000.0. Given: 1e+39"),
     ({"repetition_penalty": 0}, "`repetition_penalty` must be strictly positive"),
     ({"repetition_penalty": 1e6}, "`repetition_penalty` must be >= 1e-05 and <= 100000.0. Given: 1000000.0"),
@@ -36,8 +36,8 @@ NATIVE = [
     ({"seed": 2**64}, f"`seed` must be >= 0 and < 2**64. Given: {2**64}"),
     ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
     ({"inputs": ""}, "`inputs` cannot be empty"),
-    ({"truncate": 0}, "`truncate` must be strictly positive and <= 16. Given: 0"),
-    ({"truncate": 17}, "`truncate` must be strictly positive and <= 16. Given: 17"),
+    ({"truncate": 0}, "`truncate` must be strictly positive and less than 16. Given: 0"),
+    ({"truncate": 17}, "`truncate` must be strictly positive and less than 16. Given: 17"),
     ({"watermark": True}, "`watermark` is not supported"),
     ({"adapter_id": "no/such"}, "the adapter `no/such` does not exist"),
     ({"grammar": {"type": "regex", "value": "a"}}, "grammar is not supported"),

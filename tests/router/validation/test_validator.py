@@ -44,7 +44,7 @@ def test_the_native_prompt_has_its_own_limit(front: Front) -> None:
     assert len(front.generate(inputs="!" * 16).request.prompt_ids) == 16
     with pytest.raises(ContextLengthExceeded) as caught:
         front.generate(inputs="!" * 17)
-    assert caught.value.message == "Input validation error: `inputs` must have at most 16 tokens. Given: 17"
+    assert caught.value.message == "Input validation error: `inputs` must have less than 16 tokens. Given: 17"
     # Both together are looked at first, as in Text Generation Inference.
     with pytest.raises(ContextLengthExceeded, match="Given: 33 `inputs` tokens and 1 `max_new_tokens`"):
         front.generate(inputs="!" * 33, max_new_tokens=1)
