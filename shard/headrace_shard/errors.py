@@ -7,7 +7,7 @@
     ├── DeviceLost               UNAVAILABLE          the device answers no more; ends the process
     └── StartError               FAILED_PRECONDITION  the shard cannot start; ends the process with one line
         ├── CheckpointError                           files missing, damaged or contradicting each other
-        ├── UnsupportedModel                          sound files of a network not implemented
+        ├── UnsupportedModel                          sound files of a network that headrace has not
         ├── UnsupportedDevice                         the device or attention backend cannot be used here
         └── KernelUnavailable                         a native kernel cannot be built or loaded here
 

@@ -16,6 +16,9 @@ from tests.end_to_end.server import Server, free_port, gone, running
 WAIT_SECONDS = 30.0
 """After which a test gives up, far beyond what anything here takes."""
 
+ERROR_SECONDS = 5.0
+"""Within which the requests of a dead shard end: a promise to users, so a wait may not be longer."""
+
 
 def stream(server: Server, num_tokens: int, started: threading.Semaphore | None = None) -> list[str]:
     """The data lines of a streamed completion; `started` is released at the first one."""
@@ -73,9 +76,9 @@ def test_killed_shard_ends_requests_and_comes_back(tiny_folder: Path, tmp_path: 
         plain = pool.submit(lambda: server.client.post("/generate", json=body))
         assert started.acquire(timeout=WAIT_SECONDS)
         server.child("headrace_shard").kill()
-        lines = streamed.result(WAIT_SECONDS)
+        lines = streamed.result(ERROR_SECONDS)
         assert lines[-1] == "[DONE]" and "error" in json.loads(lines[-2])
-        answer = plain.result(WAIT_SECONDS)
+        answer = plain.result(ERROR_SECONDS)
         assert answer.status_code == 503 and answer.headers["retry-after"]
         server.wait_ready()
         assert choices(stream(server, 5)) == choices(first)

@@ -64,8 +64,8 @@ class ModelConfig:
 def load_config(folder: Path, model_types: Collection[str]) -> ModelConfig:
     """Read the folder's configuration, of one of the `model_types` that have a network.
 
-    Raises CheckpointError when files or fields are missing or ill-formed, UnsupportedModel when the network
-    they describe is not implemented.
+    Raises CheckpointError when files or fields are missing or ill-formed, UnsupportedModel when headrace
+    has no network of the kind they describe.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give one with config.json and safetensors weights")
