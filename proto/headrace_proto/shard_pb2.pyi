@@ -144,6 +144,7 @@ class WarmupResponse(google.protobuf.message.Message):
     BLOCK_BYTES_FIELD_NUMBER: builtins.int
     STEP_SECONDS_FIELD_NUMBER: builtins.int
     AVAILABLE_BYTES_FIELD_NUMBER: builtins.int
+    STEP_COSTS_FIELD_NUMBER: builtins.int
     num_blocks: builtins.int
     """Blocks with ids 0 to num_blocks - 1, all of them usable."""
     block_bytes: builtins.int
@@ -152,6 +153,10 @@ class WarmupResponse(google.protobuf.message.Message):
     """Wall time of the measured step of max_step_tokens."""
     available_bytes: builtins.int
     """Memory that was available for the cache, in bytes."""
+    @property
+    def step_costs(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepCost]:
+        """Wall times of smaller steps, in ascending order of num_tokens: first of one decode, then of prompts alone."""
+
     def __init__(
         self,
         *,
@@ -159,10 +164,29 @@ class WarmupResponse(google.protobuf.message.Message):
         block_bytes: builtins.int = ...,
         step_seconds: builtins.float = ...,
         available_bytes: builtins.int = ...,
+        step_costs: collections.abc.Iterable[global___StepCost] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["available_bytes", b"available_bytes", "block_bytes", b"block_bytes", "num_blocks", b"num_blocks", "step_seconds", b"step_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["available_bytes", b"available_bytes", "block_bytes", b"block_bytes", "num_blocks", b"num_blocks", "step_costs", b"step_costs", "step_seconds", b"step_seconds"]) -> None: ...
 
 global___WarmupResponse = WarmupResponse
+
+@typing.final
+class StepCost(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    num_tokens: builtins.int
+    seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        num_tokens: builtins.int = ...,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_tokens", b"num_tokens", "seconds", b"seconds"]) -> None: ...
+
+global___StepCost = StepCost
 
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
@@ -290,6 +314,8 @@ class StepRequest(google.protobuf.message.Message):
     NUM_TOKENS_FIELD_NUMBER: builtins.int
     NUM_NEW_BLOCKS_FIELD_NUMBER: builtins.int
     NEW_BLOCKS_FIELD_NUMBER: builtins.int
+    COPIED_FROM_FIELD_NUMBER: builtins.int
+    COPIED_TO_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     @property
     def dropped_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -309,6 +335,14 @@ class StepRequest(google.protobuf.message.Message):
 
     @property
     def new_blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def copied_from(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Blocks whose contents are copied, all layers, before anything is computed: copied_from[i] to copied_to[i].
+        Two lists of one length; no block is copied to twice, or both to and from.
+        """
+
+    @property
+    def copied_to(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -319,8 +353,10 @@ class StepRequest(google.protobuf.message.Message):
         num_tokens: collections.abc.Iterable[builtins.int] | None = ...,
         num_new_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         new_blocks: collections.abc.Iterable[builtins.int] | None = ...,
+        copied_from: collections.abc.Iterable[builtins.int] | None = ...,
+        copied_to: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["dropped_ids", b"dropped_ids", "ids", b"ids", "new_blocks", b"new_blocks", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_tokens", b"num_tokens", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copied_from", b"copied_from", "copied_to", b"copied_to", "dropped_ids", b"dropped_ids", "ids", b"ids", "new_blocks", b"new_blocks", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_tokens", b"num_tokens", "step_id", b"step_id"]) -> None: ...
 
 global___StepRequest = StepRequest
 

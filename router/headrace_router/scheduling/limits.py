@@ -59,6 +59,8 @@ class Capacity:
     block_bytes: int
     step_seconds: float
     available_bytes: int
+    step_costs: tuple[tuple[int, float], ...] = ()
+    """(tokens, seconds) of measured steps, by tokens: the first of one decode, the others of a prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,12 @@ class Request:
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     prompt_top_n_tokens: int = 0
+    priority: int = 0
+    """Lower comes first."""
+    tenant: str = ""
+    """Whose turn it is when several tenants wait: a digest of the API key; empty for all without one."""
+    cache_salt: str = ""
+    """Requests share cached prefixes only with requests of the same salt."""
 
 
 class Status(enum.Enum):

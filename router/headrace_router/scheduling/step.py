@@ -6,42 +6,49 @@ from headrace_router.scheduling.request import Sequence
 
 
 @dataclass(slots=True, kw_only=True)
-class ScheduledSequence:
-    """A sequence's part in a step."""
+class Arrival:
+    """A sequence the shard has to be told of in full, with its state as of this step."""
 
     sequence: Sequence
-    num_tokens: int
-    """Tokens to compute, at least 1."""
-    new_blocks: list[int]
-    """Blocks it gains; for a new sequence all it holds."""
     num_computed: int
-    """Tokens computed before this step."""
-    is_new: bool
-    """Whether the shard has to be told of it in full."""
-    samples: bool
-    """Whether the step reaches its last token, so that one is sampled."""
+    """Leading tokens whose KV is in its blocks before this step: found in the prefix cache, or copied."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Step:
-    """{sequence: number of tokens}."""
+    """{sequence: number of tokens}. `sequences`, `num_tokens` and `num_new_blocks` are of one length."""
 
     id: int
-    scheduled: list[ScheduledSequence]
-    dropped_ids: list[int]
+    sequences: list[Sequence] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    """Tokens that each computes, at least 1."""
+    num_new_blocks: list[int] = field(default_factory=list)
+    """Blocks that each gains; for an arrival all it holds, those it shares included."""
+    new_blocks: list[int] = field(default_factory=list)
+    """The blocks, in the order of `sequences`."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(from, to): blocks whose contents are copied before anything is computed."""
+    arrivals: list[Arrival] = field(default_factory=list)
+    """In the order of `sequences`."""
+    samplers: list[Sequence] = field(default_factory=list)
+    """Those that reach their last token, so that one is sampled, in the order of `sequences`."""
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    """(sequence, tokens computed after this step) of those that compute a part of a prompt."""
+    dropped_ids: list[int] = field(default_factory=list)
     """Sequences the shard must forget before this step."""
-    admitted: list[Sequence]
+    admitted: list[Sequence] = field(default_factory=list)
     """Those that left the queue for this step, also such as come back after a preemption."""
-    num_preempted: int
+    num_preempted: int = 0
     """Sequences that gave up their blocks for this step."""
-    is_prefill: bool
-    """Whether somebody arrives or computes more than one token."""
-    is_overdue: bool
-    """Whether they were admitted because `max_waiting_tokens` had passed."""
+    total_tokens: int = 0
+    """Sum of `num_tokens`."""
+    is_overdue: bool = False
+    """Whether somebody was admitted because `max_waiting_tokens` had passed."""
 
     @property
-    def num_tokens(self) -> int:
-        return sum(part.num_tokens for part in self.scheduled)
+    def is_prefill(self) -> bool:
+        """Whether somebody arrives or computes more than one token."""
+        return bool(self.arrivals) or self.total_tokens > len(self.sequences)
 
 
 @dataclass(slots=True, kw_only=True)
