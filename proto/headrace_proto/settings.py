@@ -51,7 +51,8 @@ class Meta:
     is_secret: bool = False
     """Given to children by environment only and never shown."""
     is_list: bool = False
-    """Repeatable on the command line, comma-separated in the environment; numbers with commas in both."""
+    """Repeatable on the command line, comma-separated in the environment; numbers with commas in both. Of
+    secrets, which may hold commas, one a line in both."""
 
 
 def setting(
@@ -66,10 +67,7 @@ def setting(
     tgi: bool = False,
     secret: bool = False,
 ) -> Any:
-    """A field of a settings dataclass. Raises TypeError for a secret list."""
-    if secret and isinstance(default, tuple):
-        # A child reads its secrets from the environment, where an item with a comma becomes two.
-        raise TypeError("a secret is one value: a list of secrets cannot be handed to a child whole")
+    """A field of a settings dataclass."""
     meta = Meta(
         help=help,
         minimum=minimum,
@@ -91,6 +89,11 @@ def fields_of(settings: type[Any]) -> list[tuple[Field[Any], Meta]]:
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def negated_flag_of(field: Field[Any]) -> str | None:
+    """`--no-name`, which a switch has that is on by default."""
+    return flag_of(f"no_{field.name}") if field.default is True else None
 
 
 def environment_names(name: str, meta: Meta) -> list[str]:
@@ -121,6 +124,19 @@ class _Once(argparse.Action):
         if before != values:
             raise SettingsError(f"{flag}: given twice, as {before!r} and {values!r}")
         setattr(namespace, self.dest, values)
+
+
+class _Off(_Once):
+    """`--no-name`: the switch `name`, given as false."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        flag: str | None = None,
+    ) -> None:
+        super().__call__(parser, namespace, "false", flag)
 
 
 def _value_type(annotation: Any) -> type[Any]:
@@ -186,6 +202,9 @@ def parser_for(settings: type[Any], program: str, description: str) -> argparse.
         else:
             options["action"] = _Once
         parser.add_argument(*names, **options)
+        if (negated := negated_flag_of(field)) is not None:
+            off = f"As `{flag_of(field.name)} false`."
+            parser.add_argument(negated, dest=field.name, nargs=0, action=_Off, help=off)
     parser.add_argument("--version", "-V", action="version", version=f"{program} {__version__}")
     return parser
 
@@ -216,8 +235,12 @@ def load(
                     raise SettingsError(f"{flag_of(field.name)} is required")
                 continue
             where, raw = f"environment variable {name}", environment[name]
-            raw = [part for part in raw.split(",") if part] if meta.is_list else raw
-        if meta.is_list and kind is not str:
+            if meta.is_list:
+                # A file of secrets often ends with a line break. An empty line stays: its owner refuses it.
+                raw = [raw.rstrip("\n")] if meta.is_secret else [part for part in raw.split(",") if part]
+        if meta.is_list and meta.is_secret:
+            raw = [part for item in raw for part in item.split("\n")]
+        elif meta.is_list and kind is not str:
             # Of text, an item given as a flag may hold commas.
             raw = [part for item in raw for part in item.split(",")]
         if meta.is_list:
@@ -265,7 +288,8 @@ def to_environment(settings: Any) -> dict[str, str]:
     for field, meta in fields_of(type(settings)):
         value = getattr(settings, field.name)
         if meta.is_secret and value:
-            environment[f"HEADRACE_{field.name.upper()}"] = _spelled(value)
+            parts = value if meta.is_list else (value,)
+            environment[f"HEADRACE_{field.name.upper()}"] = "\n".join(map(_spelled, parts))
     return environment
 
 
@@ -288,9 +312,8 @@ def document(settings: type[Any]) -> str:
     """A Markdown table of a settings class: flag, environment, default, meaning."""
     rows = ["| Flag | Environment | Default | Meaning |", "|---|---|---|---|"]
     for field, meta in fields_of(settings):
-        flags = ", ".join(
-            f"`{name}`" for name in [flag_of(field.name), *meta.aliases, *filter(None, [meta.short])]
-        )
+        further = filter(None, [negated_flag_of(field), meta.short])
+        flags = ", ".join(f"`{name}`" for name in [flag_of(field.name), *meta.aliases, *further])
         names = ", ".join(f"`{name}`" for name in environment_names(field.name, meta))
         default = field.default
         if default is MISSING:

@@ -24,7 +24,29 @@ class RouterSettings:
         tgi=True,
     )
     max_concurrent_requests: int = setting(
-        128, help="Requests in the server at once; one more is answered with 429.", minimum=1, tgi=True
+        128,
+        help="Answers under way at once, waiting or running; each of `n`, `best_of` and several prompts "
+        "counts. What would exceed it is answered with 429.",
+        minimum=1,
+        tgi=True,
+    )
+    max_queued_requests: int | None = setting(
+        None,
+        help="Answers that may wait for their first step; one more is answered with 429. "
+        "Default: as many as `--max-concurrent-requests` lets in.",
+        minimum=1,
+    )
+    max_queued_tokens: int | None = setting(
+        None,
+        help="Prompt tokens that may wait for their first step; a request that would exceed them is answered "
+        "with 429, unless nobody waits. Default: no limit.",
+        minimum=1,
+    )
+    request_timeout: float | None = setting(
+        None,
+        help="Seconds from the arrival of a request to the end of its answer; then it ends with 504, or with "
+        "an error event in a stream. Default: no limit.",
+        minimum=0.001,
     )
     max_best_of: int = setting(2, help="Largest `best_of` on the native face.", minimum=1, tgi=True)
     max_n: int = setting(16, help="Largest `n` and `best_of` on the OpenAI face.", minimum=1)
@@ -48,33 +70,57 @@ class RouterSettings:
     )
     max_batch_prefill_tokens: int | None = setting(
         None,
-        help="Most tokens computed in one step. Default: 512 on a CPU, 4096 on a GPU.",
+        help="Most tokens computed in one step: one for each running answer, the rest of prompts. Longer "
+        "prompts are computed in parts. Sets the memory that a step needs beside weights and cache. "
+        "Default: 512 on a CPU, 4096 on a GPU.",
         minimum=1,
         tgi=True,
     )
     max_batch_total_tokens: int | None = setting(
-        None, help="Tokens of KV cache to use. Default: as many as fit into memory.", minimum=1, tgi=True
+        None,
+        help="Tokens of the KV cache, which running answers and cached prefixes share. "
+        "Default: as many as fit into memory.",
+        minimum=1,
+        tgi=True,
     )
     max_batch_size: int | None = setting(
-        None, help="Most sequences running at once. Default: no limit but memory.", minimum=1, tgi=True
+        None,
+        help="Most answers running at once; further ones wait. "
+        "Default: `--max-concurrent-requests`, as far as the KV cache has room.",
+        minimum=1,
+        tgi=True,
     )
     waiting_served_ratio: float = setting(
         0.0,
-        help="While requests run, waiting ones are admitted once they number at least this share of the "
-        "running ones. 0 admits at once.",
+        help="While answers run, waiting ones join only once they number at least this share of the running "
+        "ones: fewer interruptions, later first tokens. 0 lets them join at once.",
         minimum=0,
         tgi=True,
     )
     max_waiting_tokens: int = setting(
         20,
-        help="Admits waiting requests after so many steps, whatever `--waiting-served-ratio` says.",
+        help="Steps that somebody may wait because of `--waiting-served-ratio`; then waiting answers join "
+        "whatever their number. Without that ratio it has no effect.",
         minimum=0,
         tgi=True,
     )
+    prefix_caching: bool = setting(
+        True,
+        help="Keeps the KV of finished prompts and answers while there is room, so that a prompt which "
+        "begins like an earlier one computes only what is new.",
+        tgi=True,
+    )
+    max_step_slowdown: float = setting(
+        3.0,
+        help="Parts of prompts are made so small that a step with one takes at most so many times what the "
+        "running answers alone would take. At least 1, or 0 for no bound: prompts sooner, answers jerkily.",
+        minimum=0,
+    )
     payload_limit: int = setting(2_000_000, help="Largest request body in bytes.", minimum=1, tgi=True)
-    api_key: str | None = setting(
-        None,
-        help="Key that inference requests must carry as `Authorization: Bearer KEY`.",
+    api_key: tuple[str, ...] = setting(
+        (),
+        help="A key that inference requests must carry as `Authorization: Bearer KEY` (repeatable). Those "
+        "who wait get fair turns by key.",
         tgi=True,
         secret=True,
     )
@@ -103,9 +149,14 @@ class RouterSettings:
     )
 
     def __post_init__(self) -> None:
-        if self.api_key == "":
+        if "" in self.api_key:
             # Most likely a variable that was not set; to serve without a key by mistake is the worst answer.
             raise SettingsError("--api-key: must not be empty; leave it out to serve without a key")
+        if 0 < self.max_step_slowdown < 1:
+            raise SettingsError(
+                f"--max-step-slowdown: must be at least 1, or 0 for no bound, got {self.max_step_slowdown:g}"
+                ": no step with a prompt in it is faster than one without"
+            )
         highest = self.max_total_tokens
         if highest is None:
             return

@@ -19,7 +19,8 @@ A flag wins over its environment variables, these over the default; of several v
 wins. An empty one counts as unset, and so does what Kubernetes puts into `HEADRACE_PORT` for a Service of
 that name (`tcp://...`). A switch needs no value (`--json-output`) and takes one (`--json-output false`;
 `1/0`, `true/false`, `yes/no`). A list is a repeated flag, or a variable with commas; a flag of
-numbers may have commas too (`--cuda-graphs 1,2,4`). No number is above 2147483647.
+numbers may have commas too (`--cuda-graphs 1,2,4`). Of several keys (`--api-key`) each is a line of its own,
+in the variable too. No number is above 2147483647.
 A usage error ends the program with exit status 2 and one line that names the flag.
 
 `headrace` takes the flags of the first three tables, and those of Text Generation Inference in the last two.

@@ -260,18 +260,20 @@ def test_lines_are_json_when_asked(launch: Any) -> None:
 
 
 def test_children_see_their_settings_and_no_others(launch: Any, tmp_path: Path, free_port: int) -> None:
-    launched = launch("--dtype=float32", "--max-n=9", API_KEY="a-secret", PORT="1", HF_TOKEN="another-secret")
+    keys = "a-secret\nb,secret"
+    launched = launch("--dtype=float32", "--max-n=9", API_KEY=keys, PORT="1", HF_TOKEN="another-secret")
     launched.wait_ready()
     shard, router = (json.loads((tmp_path / f"{name}-seen.json").read_text()) for name in ("shard", "router"))
     assert "--dtype=float32" in shard["argv"] and "--max-n=9" in router["argv"]
     assert f"--port={free_port}" in router["argv"]
     assert f"--model-path={tmp_path / 'model'}" in shard["argv"]
     assert f"--model-id={tmp_path / 'model'}" in router["argv"]
-    assert router["environment"]["HEADRACE_API_KEY"] == "a-secret"
+    assert router["environment"]["HEADRACE_API_KEY"] == keys
     for child in (shard, router):
         assert "another-secret" not in str(child)
         assert not {"PORT", "API_KEY"} & child["environment"].keys()
-    assert "a-secret" not in str(shard) + str(router["argv"]) + launched.log
+    for key in keys.split("\n"):
+        assert key not in str(shard) + str(router["argv"]) + launched.log
 
 
 def test_a_socket_prefix_that_another_server_uses(

@@ -27,7 +27,7 @@ OPEN = ("/", "/health", "/ping", "/ready", "/live", "/startup", "/info", "/metri
 
 @pytest.fixture(scope="module")
 def keyed(model_folder: Path) -> Iterator[RunningRouter]:
-    with RunningRouter(model_folder, api_key="sécret", max_concurrent_requests=2) as router:
+    with RunningRouter(model_folder, api_key=("sécret", "a,b"), max_concurrent_requests=2) as router:
         yield router
 
 
@@ -43,9 +43,20 @@ def assert_envelope(response: httpx.Response, path: str) -> None:
 
 @pytest.mark.parametrize("path", KEYED)
 @pytest.mark.parametrize(
-    "key", [None, "", "sécret", "Bearer", "Bearer secret", "Bearer SÉCRET", "Bearer sécre", "Basic sécret"]
+    "key",
+    [
+        None,
+        "",
+        "sécret",
+        "Bearer",
+        "Bearer secret",
+        "Bearer SÉCRET",
+        "Bearer sécre",
+        "Basic sécret",
+        "Bearer a",
+    ],
 )
-def test_what_is_posted_needs_the_key(keyed: RunningRouter, path: str, key: str | None) -> None:
+def test_what_is_posted_needs_a_key(keyed: RunningRouter, path: str, key: str | None) -> None:
     headers = {} if key is None else {b"authorization": key.encode()}
     response = keyed.client.post(path, json={}, headers=headers)
     assert response.status_code == 401
@@ -66,6 +77,12 @@ def test_the_scheme_is_in_any_case(keyed: RunningRouter) -> None:
         headers = {b"authorization": f"{scheme} sécret".encode()}
         response = keyed.client.post("/tokenize", json={"inputs": "a"}, headers=headers)
         assert response.status_code == 200
+
+
+def test_each_of_several_keys_is_one(keyed: RunningRouter) -> None:
+    for key in ("sécret", "a,b"):
+        headers = {b"authorization": f"Bearer {key}".encode()}
+        assert keyed.client.post("/tokenize", json={"inputs": "a"}, headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("path", OPEN)

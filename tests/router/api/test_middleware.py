@@ -32,7 +32,7 @@ def test_every_answer_may_be_read_anywhere(router: RunningRouter, path: str) -> 
 
 
 def test_preflight_needs_no_key(model_folder: Path) -> None:
-    with RunningRouter(model_folder, api_key="secret", cors_allow_origin=("http://a.test",)) as router:
+    with RunningRouter(model_folder, api_key=("secret",), cors_allow_origin=("http://a.test",)) as router:
         response = router.client.options("/v1/chat/completions", headers={"origin": "http://a.test"})
         assert response.status_code == 200 and response.content == b""
         assert response.headers["access-control-allow-origin"] == "http://a.test"
