@@ -1,4 +1,4 @@
-"""The loop: schedule → shard → update → deliver. The only place where decisions meet the wire and the clock.
+"""The connection to a shard, and the door to the scheduler behind which requests wait for their steps.
 
 States of the connection, moved by `Batcher.run` alone:
 
@@ -6,8 +6,8 @@ States of the connection, moved by `Batcher.run` alone:
          └────────── limits cannot be met at the first start, or `run` is cancelled ──► STOPPED
 
 While the shard is lost, what ran has failed (or, without a token yet, waits once more), what waits goes on
-waiting. A step that fails takes the requests in it with it, and only those. Knows no text: what happens to a
-sequence is told to its `Sink`.
+waiting. While it is there, `pipeline` serves. Knows no text: what happens to a sequence is told to its
+`Sink`.
 """
 
 import asyncio
@@ -15,25 +15,27 @@ import enum
 import itertools
 import logging
 import time
-from typing import Protocol
 
 from headrace_proto import __version__
 
 from headrace_router.config import RouterConfig
+from headrace_router.delivery import Delivery, Sink
 from headrace_router.errors import (
     GenerationError,
     HeadraceError,
     LimitsError,
+    Overloaded,
     Unavailable,
     context_length_exceeded,
     counted,
 )
 from headrace_router.meter import Meter
-from headrace_router.metrics import METHODS, Metrics
+from headrace_router.metrics import Metrics
+from headrace_router.pipeline import Pipeline
 from headrace_router.scheduling.limits import Limits, Row, ShardInfo, Wanted, derive, plan
-from headrace_router.scheduling.request import FinishReason, Request, Sequence, Status
+from headrace_router.scheduling.policy import Policy
+from headrace_router.scheduling.request import FinishReason, Request, Sequence
 from headrace_router.scheduling.scheduler import Scheduler
-from headrace_router.scheduling.step import Step, Update
 from headrace_router.shards.client import ShardClient
 
 log = logging.getLogger(__name__)
@@ -57,22 +59,6 @@ class ShardState(enum.Enum):
     STOPPED = "stopped"
 
 
-class Sink(Protocol):
-    """Who is told what happens to one sequence. Called in the loop between two steps, so: quickly.
-
-    `now` is in seconds of `time.monotonic()`.
-    """
-
-    def start(self, now: float) -> None:
-        """It was admitted for the first time."""
-
-    def deliver(self, update: Update, now: float) -> None:
-        """It gained a token or a part of its prompt's log-probabilities; perhaps it ended."""
-
-    def fail(self, error: HeadraceError, now: float) -> None:
-        """It ended without a result."""
-
-
 class Batcher:
     """Owns the scheduler and the connection. Everything happens in one event loop."""
 
@@ -89,12 +75,16 @@ class Batcher:
         )
         self._meter = Meter(metrics, backpressure=config.waiting_served_ratio > 0)
         self._ids = itertools.count(1)
-        self._sinks: dict[int, Sink] = {}
+        self._policy = Policy(
+            waiting_served_ratio=config.waiting_served_ratio,
+            max_waiting_tokens=config.max_waiting_tokens,
+            prefix_caching=config.prefix_caching,
+            max_step_slowdown=config.max_step_slowdown,
+        )
+        self._delivery = Delivery()
         self._scheduler: Scheduler | None = None
-        self._undelivered: tuple[list[Update], float] = ([], 0.0)
-        self._wake = asyncio.Event()
-        self._loss: Unavailable | None = None
-        """Why the watch has given the shard up."""
+        self._pipeline: Pipeline | None = None
+        """Serves, while the shard is ready."""
         self.settled = asyncio.Event()
         """Set once the shard has been ready, or never will be."""
         self.failure: LimitsError | None = None
@@ -108,21 +98,22 @@ class Batcher:
     # ---- for the engine
 
     def submit(self, request: Request, sink: Sink, now: float) -> Sequence:
-        """Queues a request. Raises `Unavailable` before the first shard was ready and after the end, and
-        `ContextLengthExceeded` for one that could never run."""
+        """Queues a request. Raises `Unavailable` before the first shard was ready and after the end,
+        `ContextLengthExceeded` for one that could never run, and `Overloaded` when the queue is full."""
         if self._scheduler is None or self.state is ShardState.STOPPED:
             raise Unavailable("the server is not ready")
         sequence = Sequence(id=next(self._ids), request=request, arrived_at=now)
         if not self._scheduler.can_hold(sequence):
             raise self._too_long(request)
-        self._sinks[sequence.id] = sink
+        self._check_queue(self._scheduler, request)
+        self._delivery.join(sequence, sink)
         self._scheduler.add(sequence)
         self._changed()
         return sequence
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a sequence before the next step; its sink hears nothing more. No error when it has ended."""
-        self._sinks.pop(sequence.id, None)
+        self._delivery.leave(sequence)
         if self._scheduler is not None and self._scheduler.finish(sequence, reason):
             self._changed()
 
@@ -136,7 +127,7 @@ class Batcher:
                     await self._connect(client)
                     await self._serve(client)
                 except Unavailable as error:
-                    self._lose(self._loss or error)
+                    self._lose(error)
                 except LimitsError as error:
                     self._refuse(error)
                     pause_seconds = REFUSED_SECONDS
@@ -147,9 +138,7 @@ class Batcher:
         finally:
             self.state = ShardState.STOPPED
             self._meter.shard_up.set(0)
-            for sink in list(self._sinks.values()):
-                sink.fail(Unavailable("the server has stopped"), time.monotonic())
-            self._sinks.clear()
+            self._delivery.fail_all(Unavailable("the server has stopped"), time.monotonic())
             self.settled.set()
 
     # ---- connecting
@@ -166,11 +155,7 @@ class Batcher:
         self.limits, self.rows = derive(self._wanted, info, capacity)
         client.step_timeout_seconds = max(self._config.shard_timeout, SLOWEST_STEP * capacity.step_seconds)
         self.info = info
-        scheduler = Scheduler(
-            self.limits,
-            waiting_served_ratio=self._config.waiting_served_ratio,
-            max_waiting_tokens=self._config.max_waiting_tokens,
-        )
+        scheduler = Scheduler(self.limits, self._policy, capacity.step_costs)
         waiting = self._scheduler.waiting if self._scheduler is not None else []
         self._scheduler = scheduler
         for sequence in waiting:
@@ -178,7 +163,6 @@ class Batcher:
                 scheduler.add(sequence)
             else:
                 self._fail(sequence, self._too_long(sequence.request))
-        self._loss = None
         self.state = ShardState.READY
         self._meter.ready(self.limits)
         self._changed()
@@ -209,7 +193,7 @@ class Batcher:
         self._meter.lost()
         if self._scheduler is None or not was_ready:
             return
-        self._deliver()
+        self._delivery.deliver()
         failed = self._scheduler.lose_shard()
         for sequence in failed:
             self._fail(sequence, Unavailable("The model's process was lost during generation, try again"))
@@ -233,113 +217,41 @@ class Batcher:
             self._fail(sequence, Unavailable("The model's process cannot serve any more, try again later"))
         self._changed()
 
-    async def _watch(self, client: ShardClient, instance: str) -> None:
-        self._loss = await client.lost(instance)
-        self._wake.set()
-        await client.close()
-
     # ---- serving
 
     async def _serve(self, client: ShardClient) -> None:
         """Step after step until the shard is lost. Raises `Unavailable`."""
         assert self._scheduler is not None and self.info is not None
-        scheduler = self._scheduler
-        watch = asyncio.create_task(self._watch(client, self.info.instance))
+        instance = self.info.instance
+        self._pipeline = Pipeline(client, instance, self._scheduler, self._meter, self._delivery)
+        steps = asyncio.create_task(self._pipeline.run())
+        watch = asyncio.create_task(client.lost(instance))
         try:
-            while self._loss is None:
-                began = time.monotonic()
-                step = scheduler.schedule(began)
-                if step is None:
-                    self._deliver()
-                    await self._idle(client, scheduler)
-                    continue
-                self._started(step, began)
-                await self._step(client, scheduler, step)
-            raise self._loss
+            await asyncio.wait([steps, watch], return_when=asyncio.FIRST_COMPLETED)
+            if watch.done():
+                raise watch.result()
+            await steps
         finally:
-            watch.cancel()
-            await asyncio.wait([watch])
+            self._pipeline = None
+            for task in (steps, watch):
+                task.cancel()
+            await asyncio.gather(steps, watch, return_exceptions=True)
 
-    async def _step(self, client: ShardClient, scheduler: Scheduler, step: Step) -> None:
-        meter, method = self._meter, METHODS[0 if step.is_prefill else 1]
-        sent = time.monotonic()
-        call = client.send(step)
-        # Once round the loop, so that the step is on its way before the readers of the last one wake up.
-        await asyncio.sleep(0)
-        self._deliver()
-        try:
-            result = await client.receive(call)
-        except HeadraceError as error:
-            meter.inference_failure[method].inc()
-            if isinstance(error, Unavailable):
-                raise
-            await self._recover(client, scheduler, step, error)
-            return
-        came = time.monotonic()
-        updates = scheduler.update(result)
-        self._undelivered = (updates, came)
-        meter.stepped(method, result, sum(update.token is not None for update in updates))
-        meter.levels(scheduler)
-        now = time.monotonic()
-        meter.filter_duration[method].observe(now - came)
-        meter.inference_duration[method].observe(now - sent)
-
-    async def _recover(
-        self, client: ShardClient, scheduler: Scheduler, step: Step, error: HeadraceError
-    ) -> None:
-        """A step failed: so do the requests in it; the shard forgets everybody, the others come back."""
-        num_failed = counted(len(step.scheduled), "sequence")
-        log.error("step %d of %s failed: %s", step.id, num_failed, error.message)
-        for sequence in scheduler.fail_step(step):
-            self._fail(sequence, GenerationError(error.message))
-        self._changed()
-        try:
-            await client.clear()
-            await client.health()
-            info = await client.info()
-        except GenerationError as further:
-            raise Unavailable(f"the shard is not well after a failed step: {further.message}") from further
-        assert self.info is not None
-        if info.instance != self.info.instance:
-            raise Unavailable("the shard was restarted")
-
-    async def _idle(self, client: ShardClient, scheduler: Scheduler) -> None:
-        """Nobody has anything to compute: the shard forgets what has ended, then we wait for somebody."""
-        if dropped_ids := scheduler.take_dropped():
-            try:
-                self._meter.shard_sequences.set(await client.filter(dropped_ids))
-            except GenerationError as error:
-                raise Unavailable(f"the shard cannot drop sequences: {error.message}") from error
-            return
-        self._wake.clear()
-        if self._loss is None:
-            await self._wake.wait()
-
-    def _started(self, step: Step, began: float) -> None:
-        """Counts a step, and tells those who join it for the first time."""
-        assert self._scheduler is not None
-        self._meter.started(step, self._scheduler, time.monotonic() - began)
-        for sequence in step.admitted:
-            if sequence.admitted_at == began:
-                self._meter.prompt_tokens.inc(len(sequence.request.prompt_ids))
-                self._sinks[sequence.id].start(began)
-
-    # ---- delivering
-
-    def _deliver(self) -> None:
-        """Tells the sinks what the last step brought."""
-        (updates, now), self._undelivered = self._undelivered, ([], 0.0)
-        for update in updates:
-            sequence = update.sequence
-            if update.error is not None:
-                self._fail(sequence, GenerationError(f"Request failed during generation: {update.error}"))
-                continue
-            sink = self._sinks.get(sequence.id)
-            if sink is None:
-                continue  # Its reader has left meanwhile.
-            if sequence.status is Status.FINISHED:
-                del self._sinks[sequence.id]
-            sink.deliver(update, now)
+    def _check_queue(self, scheduler: Scheduler, request: Request) -> None:
+        """Raises `Overloaded` when one more would exceed what may wait."""
+        num_waiting, most = scheduler.num_waiting, self._config.max_queued_requests
+        if most is not None and num_waiting >= most:
+            raise Overloaded(
+                f"Model is overloaded: {counted(num_waiting, 'request')} waiting, and --max-queued-requests "
+                f"is {most}; try again later"
+            )
+        num_tokens, most = len(request.prompt_ids), self._config.max_queued_tokens
+        # Whoever finds nobody waiting is let in, however long: else it could never come in.
+        if most is not None and num_waiting and scheduler.num_waiting_tokens + num_tokens > most:
+            raise Overloaded(
+                f"Model is overloaded: {counted(scheduler.num_waiting_tokens, 'prompt token')} waiting and "
+                f"{num_tokens} more asked for, and --max-queued-tokens is {most}; try again later"
+            )
 
     def _too_long(self, request: Request) -> HeadraceError:
         assert self.limits is not None
@@ -350,11 +262,11 @@ class Batcher:
         )
 
     def _fail(self, sequence: Sequence, error: HeadraceError) -> None:
-        if (sink := self._sinks.pop(sequence.id, None)) is not None:
-            sink.fail(error, time.monotonic())
+        self._delivery.fail(sequence, error, time.monotonic())
 
     def _changed(self) -> None:
-        """Somebody came or went: the gauges follow at once, and an idle loop looks again."""
+        """Somebody came or went: the gauges follow at once, and an idle pipeline looks again."""
         assert self._scheduler is not None
         self._meter.levels(self._scheduler)
-        self._wake.set()
+        if self._pipeline is not None:
+            self._pipeline.wake()

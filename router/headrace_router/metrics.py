@@ -158,16 +158,19 @@ class Metrics:
 
     # Queue and steps
     queue_size = _gauge("Sequences that wait.")
+    queue_tokens = _gauge("Prompt tokens of the sequences that wait.", prefix="headrace_")
     batch_next_size = _histogram("Sequences that a step admitted, when it admitted any.", SIZE_BUCKETS)
     batch_current_size = _gauge("Sequences that run.")
-    batch_current_max_tokens = _gauge("Tokens that the KV blocks of running sequences can hold.")
+    batch_current_max_tokens = _gauge(
+        "Tokens that the KV blocks of running sequences can hold; of a block that several share, once."
+    )
     batch_max_total_tokens = _gauge("Tokens that the whole KV cache can hold.")
     batch_inference_count = _counter("Steps sent to the shard.", label="method", values=METHODS)
     batch_inference_success = _counter("Steps that the shard completed.", label="method", values=METHODS)
     batch_inference_failure = _counter("Steps that failed.", label="method", values=METHODS)
     batch_inference_duration = _histogram(
-        "Seconds from sending a step until its result is taken into account; its tokens are delivered while "
-        "the next step runs.",
+        "Seconds from sending a step, or from the answer to the one before if that came later, until its "
+        "result is taken into account; its tokens are delivered while the next step runs.",
         label="method",
         values=METHODS,
     )
@@ -201,7 +204,26 @@ class Metrics:
         "Seconds between two generated tokens of a sequence.", prefix="headrace_"
     )
     kv_blocks = _gauge(
-        "Blocks of the KV cache, by state.", label="state", values=("used", "free"), prefix="headrace_"
+        "Blocks of the KV cache, by state. used: held by running sequences; cached: computed, and kept for "
+        "prompts that begin alike until room is needed; free: the rest.",
+        label="state",
+        values=("used", "cached", "free"),
+        prefix="headrace_",
+    )
+    kv_unused_slots = _gauge(
+        "Tokens for which running sequences hold room in the KV cache without having filled it.",
+        prefix="headrace_",
+    )
+    kv_waste_ratio = _gauge(
+        "headrace_kv_unused_slots divided by tgi_batch_current_max_tokens; 0 while nothing runs.",
+        prefix="headrace_",
+    )
+    prefix_cache_hit_tokens = _counter(
+        "Prompt tokens of admitted sequences that were found computed; a share of headrace_prompt_tokens.",
+        prefix="headrace_",
+    )
+    prefix_cache_evicted_blocks = _counter(
+        "Cached blocks that were given up because room was needed.", prefix="headrace_"
     )
     preemptions = _counter(
         "Times that a running sequence gave up its blocks and went back to the queue.", prefix="headrace_"
@@ -218,6 +240,11 @@ class Metrics:
     shard_sequences = _gauge("Sequences that the shard holds, as told by its last step.", prefix="headrace_")
     shard_idle_seconds = _histogram(
         "Seconds that the shard's device waited for a step since the last one.", prefix="headrace_"
+    )
+    shard_busy_seconds = _histogram(
+        "Seconds that the shard's device computed a step. idle / (idle + busy), of the sums, is the share of "
+        "its time in which it waited.",
+        prefix="headrace_",
     )
     step_tokens = _histogram("Tokens computed in a step.", LENGTH_BUCKETS, prefix="headrace_")
     build_info = _gauge(

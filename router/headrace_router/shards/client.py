@@ -114,10 +114,11 @@ class ShardClient:
         call = self._stub.Warmup(request, timeout=WARMUP_TIMEOUT_SECONDS)
         return convert.from_warmup_response(await self._answer(call, "Warmup"))
 
-    def send(self, step: Step) -> StepCall:
-        """Hands a step to gRPC, which sends it the next time the event loop turns; see `receive`."""
+    def send(self, step: Step, *, num_ahead: int = 0) -> StepCall:
+        """Hands a step to gRPC, which sends it the next time the event loop turns; see `receive`. So many
+        others that were sent have not come back, and each may take as long as a step may."""
         method = self._stub.Prefill if step.is_prefill else self._stub.Decode
-        return method(convert.to_step_request(step), timeout=self.step_timeout_seconds)
+        return method(convert.to_step_request(step), timeout=(1 + num_ahead) * self.step_timeout_seconds)
 
     async def receive(self, call: StepCall) -> StepResult:
         """The result of a step that was sent."""
@@ -128,10 +129,6 @@ class ShardClient:
         request = pb.FilterRequest(dropped_ids=dropped_ids)
         call = self._stub.Filter(request, timeout=self.step_timeout_seconds)
         return (await self._answer(call, "Filter")).num_sequences
-
-    async def clear(self) -> None:
-        """The shard forgets every sequence."""
-        await self._answer(self._stub.Clear(pb.ClearRequest(), timeout=self.step_timeout_seconds), "Clear")
 
     async def _answer(self, call: Awaitable[Response], name: str) -> Response:
         # When our task is cancelled, gRPC may say so with a status; when `close` ends the call, it raises

@@ -4,36 +4,31 @@ from headrace_proto import shard_pb2 as pb
 
 from headrace_router.scheduling.limits import Capacity, Plan, ShardInfo
 from headrace_router.scheduling.request import SamplingParams, Sequence
-from headrace_router.scheduling.step import (
-    PromptLogprobs,
-    SampledToken,
-    ScheduledSequence,
-    Step,
-    StepResult,
-)
+from headrace_router.scheduling.step import Arrival, PromptLogprobs, SampledToken, Step, StepResult
 
 
 def to_step_request(step: Step) -> pb.StepRequest:
     """The message of `Prefill` or `Decode`."""
-    scheduled = step.scheduled
     return pb.StepRequest(
         step_id=step.id,
         dropped_ids=step.dropped_ids,
-        new_sequences=[_new_sequence(part) for part in scheduled if part.is_new],
-        ids=[part.sequence.id for part in scheduled],
-        num_tokens=[part.num_tokens for part in scheduled],
-        num_new_blocks=[len(part.new_blocks) for part in scheduled],
-        new_blocks=[block for part in scheduled for block in part.new_blocks],
+        new_sequences=[_new_sequence(arrival) for arrival in step.arrivals],
+        ids=[sequence.id for sequence in step.sequences],
+        num_tokens=step.num_tokens,
+        num_new_blocks=step.num_new_blocks,
+        new_blocks=step.new_blocks,
+        copied_from=[source for source, _ in step.copies],
+        copied_to=[target for _, target in step.copies],
     )
 
 
-def _new_sequence(part: ScheduledSequence) -> pb.NewSequence:
-    sequence, request = part.sequence, part.sequence.request
+def _new_sequence(arrival: Arrival) -> pb.NewSequence:
+    sequence, request = arrival.sequence, arrival.sequence.request
     return pb.NewSequence(
         id=sequence.id,
         token_ids=[*request.prompt_ids, *sequence.output_ids],
         num_prompt_tokens=len(request.prompt_ids),
-        num_computed_tokens=part.num_computed,
+        num_computed_tokens=arrival.num_computed,
         sampling=_sampling(request.sampling, sequence),
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=sequence.wants_prompt_logprobs,
@@ -116,6 +111,7 @@ def from_warmup_response(response: pb.WarmupResponse) -> Capacity:
         block_bytes=response.block_bytes,
         step_seconds=response.step_seconds,
         available_bytes=response.available_bytes,
+        step_costs=tuple((cost.num_tokens, cost.seconds) for cost in response.step_costs),
     )
 
 
