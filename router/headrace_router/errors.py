@@ -16,6 +16,7 @@
     │   └── HeadTooLarge         431 head_too_large
     ├── GenerationError          424 generation        the step that held the request failed (500 on OpenAI)
     ├── Overloaded               429 overloaded        with retry-after
+    ├── TimedOut                 504 timeout           `--request-timeout` has passed
     └── Unavailable              503 unhealthy         shard gone, starting or draining, with retry-after
 
     StartupError                 one line, exit status 1
@@ -175,7 +176,7 @@ class GenerationError(HeadraceError):
 
 
 class Overloaded(HeadraceError):
-    """`--max-concurrent-requests` are in the server already."""
+    """`--max-concurrent-requests` are in the server already, or so many wait that no more may."""
 
     status = 429
     error_type = "overloaded"
@@ -183,6 +184,15 @@ class Overloaded(HeadraceError):
     code = "rate_limit_exceeded"
     cause = "overloaded"
     retry_after_seconds = 1
+
+
+class TimedOut(HeadraceError):
+    """The answer was not complete after `--request-timeout` seconds."""
+
+    status = 504
+    error_type = "timeout"
+    openai_type = "timeout_error"
+    code = "timeout"
 
 
 class Unavailable(HeadraceError):

@@ -138,6 +138,11 @@ class Generation:
         return self._num_generated
 
     @property
+    def num_cached(self) -> int:
+        """Prompt tokens that were in the prefix cache when it was first admitted; 0 until then."""
+        return self._sequence.num_cached if self._sequence is not None else 0
+
+    @property
     def finish_reason(self) -> FinishReason | None:
         """Why it ended, once its reader has taken the end."""
         return self._finish_reason

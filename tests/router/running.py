@@ -132,15 +132,18 @@ class RunningRouter:
 
 
 @contextlib.contextmanager
-def raw_request(router: RunningRouter, path: str, body: Any) -> Iterator[socket.socket]:
-    """A POST written to a socket of our own, which the test may close or leave unread."""
+def raw_request(
+    router: RunningRouter, path: str, body: Any, *, num_missing_bytes: int = 0
+) -> Iterator[socket.socket]:
+    """A POST written to a socket of our own, which the test may close or leave unread; the last bytes of
+    its body may be left out."""
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
         f"content-length: {len(data)}\r\n\r\n"
     )
     with socket.create_connection(("127.0.0.1", router.port), timeout=WAIT_SECONDS) as connection:
-        connection.sendall(head.encode() + data)
+        connection.sendall(head.encode() + data[: len(data) - num_missing_bytes])
         yield connection
 
 

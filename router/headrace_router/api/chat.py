@@ -55,7 +55,11 @@ async def _answer(service: Service, exchange: Exchange, request: openai.ChatRequ
             )
             for index, one in enumerate(ended)
         ],
-        usage=usage(len(job.request.prompt_ids), [one.finish.num_generated for one in ended]),
+        usage=usage(
+            exchange.num_prompt_tokens,
+            exchange.num_cached_tokens,
+            [one.finish.num_generated for one in ended],
+        ),
     )
     headers = answer_headers(
         service,

@@ -59,21 +59,21 @@ async def _answer(service: Service, exchange: Exchange, request: openai.Completi
                     finish_reason=finish_reason(one.finish),
                 )
             )
-    num_prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
+    num_generated = [one.finish.num_generated for one in ended]
     answer = openai.Completion(
         id=new_id("cmpl"),
         created=now(),
         model=answered_model(service, request.model),
         system_fingerprint=SYSTEM_FINGERPRINT,
         choices=choices,
-        usage=(used := usage(num_prompt_tokens, [one.finish.num_generated for one in ended])),
+        usage=usage(exchange.num_prompt_tokens, exchange.num_cached_tokens, num_generated),
     )
     headers = answer_headers(
         service,
         exchange,
         [slowest(copies) for copies in by_prompt],
         num_characters=sum(len(job.prompt) for job in jobs),
-        num_generated=used.completion_tokens,
+        num_generated=sum(num_generated),
     )
     await exchange.answer_json(answer, headers)
 

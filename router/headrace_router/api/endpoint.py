@@ -6,10 +6,12 @@ The order is that of the contract: key (401), method (405), content type (415), 
 This is the edge of a request: whatever goes wrong in it becomes an answer in the envelope of its face.
 """
 
+import asyncio
 import contextlib
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +24,7 @@ from headrace_router.errors import (
     MethodNotAllowed,
     NotFound,
     RequestTimeout,
+    TimedOut,
     Unauthorized,
     Unavailable,
 )
@@ -78,9 +81,10 @@ class Endpoint:
             self._check_key(exchange)
             if method == "POST":
                 with self._counted(exchange) if self._is_inference else contextlib.nullcontext():
-                    body = await exchange.read_body(self._service.config.payload_limit)
-                    async with exchange.watched():
-                        await self._post(self._service, exchange, body)
+                    async with self._in_time(exchange):
+                        body = await exchange.read_body(self._service.config.payload_limit)
+                        async with exchange.watched():
+                            await self._post(self._service, exchange, body)
                 return
         raise MethodNotAllowed(f"{method} is not allowed on {exchange.scope['path']}, only {self._allowed}")
 
@@ -99,16 +103,36 @@ class Endpoint:
             raise error from fault
         metrics.request_success.inc()
 
+    @contextlib.asynccontextmanager
+    async def _in_time(self, exchange: Exchange) -> AsyncIterator[None]:
+        """Cancels what runs inside once `--request-timeout` has passed, and raises TimedOut in its place.
+
+        Whatever it holds, a place in the queue or in the shard, it gives up on the way out.
+        """
+        limit_seconds = self._service.config.request_timeout
+        if limit_seconds is None:
+            yield
+            return
+        try:
+            async with asyncio.timeout(exchange.arrived + limit_seconds - time.monotonic()) as timeout:
+                yield
+        except TimeoutError:
+            if not timeout.expired():
+                raise
+            raise TimedOut(
+                f"Request timed out: its answer was not complete after {limit_seconds:g} s, as long as this "
+                "server lets one take (`--request-timeout`); ask for fewer tokens, or later"
+            ) from None
+
     def _check_key(self, exchange: Exchange) -> None:
         keys = self._service.config.api_key
         if not keys:
             return
-        scheme, _, given = exchange.headers.get("authorization", "").partition(" ")
-        # As bytes: compare_digest takes no other than ASCII strings. All are compared, so that the time does
-        # not tell which one begins like the given one.
-        presented = given.strip().encode("latin-1", "replace")
-        is_key = sum(hmac.compare_digest(presented, key.encode()) for key in keys) > 0
-        if scheme.lower() != "bearer" or not is_key:
+        scheme, given = exchange.authorization
+        # As bytes: compare_digest takes no other than ASCII strings. With all of them, so that the time does
+        # not tell which is the first that is equal.
+        is_key = sum(hmac.compare_digest(given, key.encode()) for key in keys) > 0
+        if scheme != "bearer" or not is_key:
             raise Unauthorized(
                 "Incorrect API key: send the key as `Authorization: Bearer KEY`"
                 if given

@@ -6,6 +6,7 @@ route and no shape of a body; how an error looks is the business of the face it 
 
 import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
@@ -78,12 +79,26 @@ class Exchange:
         self.status: int | None = None
         """Once it has been sent."""
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        """Of the prompts: found in the prefix cache."""
         self.generations: list[Generation] = []
         """What it asked for: counted here for the line about its end."""
         self._is_complete = False
         self._receive = receive
         self._send = send
         self._leave: Callable[[], None] | None = None
+
+    @property
+    def authorization(self) -> tuple[str, bytes]:
+        """Scheme, in lower case, and credentials that the client presents; empty when it presents none."""
+        scheme, _, given = self.headers.get("authorization", "").partition(" ")
+        return scheme.lower(), given.strip().encode("latin-1", "replace")
+
+    @property
+    def tenant(self) -> str:
+        """Whose turn it is: a digest of the bearer key, so that the key itself goes no further."""
+        scheme, key = self.authorization
+        return hashlib.sha256(key).hexdigest() if scheme == "bearer" and key else ""
 
     async def read_body(self, max_bytes: int) -> bytes:
         """The whole body, which must be declared as uncompressed JSON.

@@ -62,13 +62,24 @@ def admitted(service: Service, num_sequences: int, param: str) -> Permit:
     return service.engine.admit(num_sequences)
 
 
-def copies(request: Request, num_copies: int) -> list[Request]:
-    """The request several times over; copy i draws with seed + i, all else is equal."""
+def copies(request: Request, num_copies: int, tenant: str) -> list[Request]:
+    """The request of a tenant several times over; copy i draws with seed + i, all else is equal.
+
+    They hold one tuple of prompt ids, by which the scheduler knows that they may share its blocks.
+    """
     first = request.sampling.seed
     return [
-        replace(request, sampling=replace(request.sampling, seed=(first + i) % MAX_SEED))
+        replace(request, tenant=tenant, sampling=replace(request.sampling, seed=(first + i) % MAX_SEED))
         for i in range(num_copies)
     ]
+
+
+def num_cached(running: Sequence[Running], num_copies: int) -> int:
+    """Prompt tokens found in the prefix cache, of `num_copies` running for each prompt, prompt by prompt.
+
+    Like the prompt, what was found of it counts once: for the first copy, which the others wait for.
+    """
+    return sum(one.generation.num_cached for one in running[::num_copies])
 
 
 @contextlib.contextmanager
@@ -80,7 +91,7 @@ def submitted(
     exchange.num_prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
     try:
         for job in jobs:
-            for request in copies(job.request, num_copies):
+            for request in copies(job.request, num_copies, exchange.tenant):
                 generation = service.engine.submit(request, job.options, arrived=exchange.arrived)
                 exchange.generations.append(generation)
                 running.append(Running(job=job, request=request, generation=generation))
@@ -89,6 +100,7 @@ def submitted(
         yield running
         service.metrics.request_duration.observe(time.monotonic() - exchange.arrived)
     finally:
+        exchange.num_cached_tokens = num_cached(running, num_copies)
         for one in running:
             one.generation.cancel()
 
@@ -219,5 +231,6 @@ def answer_headers(
         *((name, b"%d" % (seconds * 1000)) for name, seconds in times.items()),
         (b"x-time-per-token", b"%d" % (per_token * 1000)),
         (b"x-prompt-tokens", b"%d" % num_prompt_tokens),
+        (b"x-cached-tokens", b"%d" % exchange.num_cached_tokens),
         (b"x-generated-tokens", b"%d" % num_generated),
     ]

@@ -10,7 +10,7 @@ from headrace_proto import __version__
 from msgspec import UNSET, UnsetType
 
 from headrace_router.api.exchange import Exchange, Face, Service, encoder
-from headrace_router.api.generations import Answer, merged, stream_headers, submitted
+from headrace_router.api.generations import Answer, Running, merged, num_cached, stream_headers, submitted
 from headrace_router.api.sse import EventStream, frame
 from headrace_router.engine import Finish, Output, OutputToken
 from headrace_router.errors import HeadraceError, ModelNotFound
@@ -85,12 +85,13 @@ def finish_reason(finish: Finish) -> str:
     return "length" if finish.reason is FinishReason.LENGTH else "stop"
 
 
-def usage(num_prompt_tokens: int, num_generated: Iterable[int]) -> openai.Usage:
+def usage(num_prompt_tokens: int, num_cached_tokens: int, num_generated: Iterable[int]) -> openai.Usage:
     num_completion_tokens = sum(num_generated)
     return openai.Usage(
         prompt_tokens=num_prompt_tokens,
         completion_tokens=num_completion_tokens,
         total_tokens=num_prompt_tokens + num_completion_tokens,
+        prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=num_cached_tokens),
     )
 
 
@@ -139,7 +140,7 @@ class StreamWriter(Generic[C]):
         self._choices_of = choices_of
         self._ends_with_usage = bool(options.include_usage)
         self._tells_usage = bool(options.continuous_usage_stats)
-        self._num_prompt_tokens = sum(len(job.request.prompt_ids) for job in jobs)
+        self._running: Sequence[Running] = ()
         self._num_generated = [0] * (len(jobs) * num_copies)
         """Of each choice, so far."""
         event.usage = None if self._ends_with_usage else UNSET
@@ -149,6 +150,7 @@ class StreamWriter(Generic[C]):
         service = self._service
         headers = stream_headers(service, sum(len(job.prompt) for job in self._jobs))
         with submitted(service, self._exchange, self._jobs, self._num_copies) as running:
+            self._running = running
             async with (
                 EventStream(self._exchange, headers, service.config.keep_alive_seconds) as stream,
                 contextlib.aclosing(merged(running)) as batches,
@@ -162,7 +164,7 @@ class StreamWriter(Generic[C]):
         """The event with the usage, if it was asked for, and the end of the stream."""
         last = b""
         if self._ends_with_usage:
-            last = self._frame([], usage(self._num_prompt_tokens, self._num_generated))
+            last = self._frame([], self._usage())
         await self._exchange.end(last + self._exchange.face.stream_end)
 
     def _frames(self, index: int, output: Output) -> list[bytes]:
@@ -170,8 +172,16 @@ class StreamWriter(Generic[C]):
         if output.finish:
             # Tokens behind a stop string were computed, and are never shown.
             self._num_generated[index] = output.finish.num_generated
-        told = usage(self._num_prompt_tokens, self._num_generated) if self._tells_usage else self._event.usage
+        told = self._usage() if self._tells_usage else self._event.usage
         return [self._frame([choice], told) for choice in self._choices_of(index, output)]
+
+    def _usage(self) -> openai.Usage:
+        """So far: what was cached is known of each prompt from its first token on."""
+        return usage(
+            self._exchange.num_prompt_tokens,
+            num_cached(self._running, self._num_copies),
+            self._num_generated,
+        )
 
     def _frame(self, choices: list[C], told: openai.Usage | UnsetType | None) -> bytes:
         self._event.choices, self._event.usage = choices, told

@@ -28,6 +28,7 @@ def line(exchange: Exchange, failure: str | None, now: float) -> str:
     fields = {
         "finish": failure or ",".join(sorted(reasons)) or "-",
         "prompt_tokens": exchange.num_prompt_tokens,
+        "cached_tokens": exchange.num_cached_tokens,
         "generated_tokens": sum(one.num_generated for one in generations),
         "first_token_ms": f"{(min(firsts) - exchange.arrived) * 1000:.0f}" if firsts else "-",
         "total_ms": f"{(now - exchange.arrived) * 1000:.0f}",

@@ -6,9 +6,10 @@
 Knows no flags' parsing and no wire; messages name the flags because their readers set them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from headrace_router.errors import LimitsError, counted
+from headrace_router.scheduling.policy import Policy
 
 CPU_STEP_TOKENS = 512
 GPU_STEP_TOKENS = 4096
@@ -28,6 +29,11 @@ class Wanted:
     """`--max-batch-total-tokens`."""
     max_batch_size: int | None = None
     max_concurrent_requests: int
+    policy: Policy = field(default_factory=Policy)
+    max_queued_requests: int | None = None
+    max_queued_tokens: int | None = None
+    request_timeout: float | None = None
+    """Seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,45 +184,101 @@ def _max_total_tokens(wanted: Wanted, info: ShardInfo, capacity: Capacity, cache
 
 
 def _rows(wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits) -> tuple[Row, ...]:
-    cache_tokens = limits.num_blocks * limits.block_size
-    cache_bytes = limits.num_blocks * capacity.block_bytes
-    if wanted.max_total_tokens is not None:
-        total_why = "--max-total-tokens"
-    elif info.max_positions <= cache_tokens:
-        total_why = "the model's context"
-    else:
-        total_why = f"what the KV cache holds; the model's context is {info.max_positions}"
-    if limits.max_step_sequences == wanted.max_batch_size:
-        batch_why = "--max-batch-size"
-    elif limits.max_step_sequences == wanted.max_concurrent_requests:
-        batch_why = "--max-concurrent-requests"
-    else:
-        batch_why = "one token of a step for each"
     rows = [
         ("model", info.model_type, wanted.model_id),
         *(_noted(note) for note in info.notes),
+        *_memory_rows(wanted, info, capacity, limits),
+        *_length_rows(wanted, info, limits),
+        *_step_rows(wanted, info, capacity, limits),
+        *_queue_rows(wanted),
+    ]
+    return tuple(Row(name=name, value=value, why=why) for name, value, why in rows)
+
+
+def _memory_rows(
+    wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits
+) -> list[tuple[str, str, str]]:
+    """The sums: weights and cache together, and what the cache is."""
+    cache_tokens = limits.num_blocks * limits.block_size
+    cache_bytes = limits.num_blocks * capacity.block_bytes
+    left_bytes = max(0, capacity.available_bytes - cache_bytes)
+    cap = f"; --max-batch-total-tokens {wanted.max_cache_tokens}" if wanted.max_cache_tokens else ""
+    caching = ("on", "what was computed stays until its blocks are needed")
+    if not wanted.policy.prefix_caching:
+        caching = ("off", "--no-prefix-caching")
+    return [
         (
             "KV cache",
             counted(cache_tokens, "token"),
             f"{counted(limits.num_blocks, 'block')} of {limits.block_size}, {_spelled(cache_bytes)}; "
-            f"--kv-cache-memory or its default allows {_spelled(capacity.available_bytes)}"
-            + (f"; --max-batch-total-tokens {wanted.max_cache_tokens}" if wanted.max_cache_tokens else ""),
+            f"--kv-cache-memory or its default allows {_spelled(capacity.available_bytes)}{cap}",
         ),
+        (
+            "memory",
+            _spelled(info.weight_bytes + cache_bytes),
+            f"{_spelled(info.weight_bytes)} of weights + {counted(limits.num_blocks, 'block')} x "
+            f"{_spelled(capacity.block_bytes)}; {_spelled(left_bytes)} of what the cache may take is left",
+        ),
+        ("prefix cache", *caching),
+    ]
+
+
+def _length_rows(wanted: Wanted, info: ShardInfo, limits: Limits) -> list[tuple[str, str, str]]:
+    if wanted.max_total_tokens is not None:
+        total_why = "--max-total-tokens"
+    elif info.max_positions <= limits.num_blocks * limits.block_size:
+        total_why = "the model's context"
+    else:
+        total_why = f"what the KV cache holds; the model's context is {info.max_positions}"
+    return [
         ("longest prompt and answer", counted(limits.max_total_tokens, "token"), total_why),
         (
             "longest prompt",
             counted(limits.max_input_tokens, "token"),
             "--max-input-tokens" if wanted.max_input_tokens else "one token is left for the answer",
         ),
+    ]
+
+
+def _step_rows(
+    wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits
+) -> list[tuple[str, str, str]]:
+    if limits.max_step_sequences == wanted.max_batch_size:
+        batch_why = "--max-batch-size"
+    elif limits.max_step_sequences == wanted.max_concurrent_requests:
+        batch_why = "--max-concurrent-requests"
+    else:
+        batch_why = "one token of a step for each"
+    slowdown = wanted.policy.max_step_slowdown
+    decode = f"; a step of one took {capacity.step_costs[0][1]:.4f} s" if capacity.step_costs else ""
+    return [
         (
             "step",
             counted(limits.max_step_tokens, "token"),
             ("--max-batch-prefill-tokens" if wanted.max_step_tokens else f"the default on {info.device}")
             + f"; takes {capacity.step_seconds:.3f} s",
         ),
+        (
+            "step with a prompt in it",
+            f"at most {slowdown:g} x" if slowdown else "no bound",
+            "--max-step-slowdown"
+            + (f": times a step of the running answers alone{decode}" if slowdown else " 0"),
+        ),
         ("running at once", counted(limits.max_step_sequences, "sequence"), batch_why),
     ]
-    return tuple(Row(name=name, value=value, why=why) for name, value, why in rows)
+
+
+def _queue_rows(wanted: Wanted) -> list[tuple[str, str, str]]:
+    most, flag = wanted.max_concurrent_requests, "--max-concurrent-requests, with those that run"
+    if wanted.max_queued_requests is not None and wanted.max_queued_requests < most:
+        most, flag = wanted.max_queued_requests, "--max-queued-requests"
+    if wanted.max_queued_tokens is not None:
+        flag += f"; their prompts at most {counted(wanted.max_queued_tokens, 'token')}, --max-queued-tokens"
+    timeout = wanted.request_timeout
+    return [
+        ("waiting at once", counted(most, "sequence"), flag),
+        ("request timeout", "none" if timeout is None else f"{timeout:g} s", "--request-timeout"),
+    ]
 
 
 def _noted(note: str) -> tuple[str, str, str]:
@@ -227,4 +289,6 @@ def _noted(note: str) -> tuple[str, str, str]:
 
 
 def _spelled(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"

@@ -139,6 +139,8 @@ class SamplingRequest(Struct, frozen=True, kw_only=True):
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
     truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
     # Not supported.
     response_format: Any = None
     grammar: Any = None
@@ -234,12 +236,20 @@ class CompletionRequest(SamplingRequest, frozen=True, kw_only=True):
         raise invalid("`prompt` mixes texts, token ids and lists of token ids: give one kind", "prompt")
 
 
+class PromptTokensDetails(Struct, kw_only=True):
+    """What is known of the prompt tokens."""
+
+    cached_tokens: int
+    """Those whose keys and values were in the prefix cache when the request came to its turn."""
+
+
 class Usage(Struct, kw_only=True):
-    """Tokens of a request, over all prompts and choices."""
+    """Tokens of a request, over all prompts and choices; a prompt counts once, however many its choices."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
 
 
 class TopLogprob(Struct, kw_only=True):

@@ -31,6 +31,9 @@ class GenerateParameters(Struct, frozen=True, kw_only=True):
     top_n_tokens: int | None = None
     grammar: Any = None
     adapter_id: str | None = None
+    # Extensions.
+    priority: int | None = None
+    cache_salt: str | None = None
 
 
 class GenerateRequest(Struct, frozen=True, kw_only=True):

@@ -90,6 +90,8 @@ class Validator:
                 stop_token_ids=stop_token_ids,
                 top_n_tokens=parameters.top_n_tokens or 0,
                 prompt_logprobs=bool(parameters.decoder_input_details),
+                priority=parameters.priority or 0,
+                cache_salt=parameters.cache_salt or "",
             )
             return Job(request=request, options=OutputOptions(stop=stop, keeps_stop=True), prompt=body.inputs)
 
@@ -253,6 +255,8 @@ class Validator:
             # With nothing to generate, the prompt is all that is computed.
             prompt_logprobs=is_scored or wanted == 0,
             prompt_top_n_tokens=(num_top or 0) if is_scored else 0,
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
         )
         return Job(request=request, options=OutputOptions(stop=stop), prompt=prompt)
 

@@ -25,6 +25,9 @@ MAX_TEMPERATURE = 1e5
 """Of the native face. All tokens are as good as equally likely long before; float32 knows no 1e39."""
 MIN_SHARE = 1e-6
 """Of probability, for top-p and typical-p: no model's most likely token has less, so one token is kept."""
+MIN_PRIORITY, MAX_PRIORITY = -1000, 1000
+MAX_SALT_CHARS = 256
+"""Of `cache_salt`: enough for any digest or id."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-5, 1e5
 
 NUM_SEEDS = 2**64
@@ -69,6 +72,7 @@ def check_native(
             f"`truncate` must be strictly positive and less than {most}. Given: {parameters.truncate}",
             "truncate",
         )
+    _check_turn(parameters)
     if parameters.watermark:
         raise invalid("`watermark` is not supported", "watermark")
     if parameters.adapter_id is not None:
@@ -114,6 +118,7 @@ def check_openai(body: SamplingRequest, config: RouterConfig, limits: Limits) ->
     check_ids("stop_token_ids", body.stop_token_ids or (), limits.vocab_size)
     _check_range("truncate_prompt_tokens", body.truncate_prompt_tokens, 1, limits.max_input_tokens)
     _check_logit_bias(body.logit_bias or {}, limits.vocab_size)
+    _check_turn(body)
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -257,6 +262,16 @@ def _check_common(given: GenerateParameters | SamplingRequest) -> None:
         value = getattr(given, name)
         if value is not None and not -2 <= value <= 2:
             raise invalid(f"`{name}` must be >= -2.0 and <= 2.0", name)
+
+
+def _check_turn(given: GenerateParameters | SamplingRequest) -> None:
+    """What says when a request comes to its turn, and whose prefixes it shares."""
+    _check_range("priority", given.priority, MIN_PRIORITY, MAX_PRIORITY)
+    salt = given.cache_salt
+    if salt is not None and not 1 <= len(salt) <= MAX_SALT_CHARS:
+        raise invalid(
+            f"`cache_salt` must have 1 to {MAX_SALT_CHARS} characters. Given: {len(salt)}", "cache_salt"
+        )
 
 
 def _check_stream_options(body: SamplingRequest) -> None:

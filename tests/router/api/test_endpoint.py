@@ -8,6 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
+from headrace_router.engine import Generation
+from headrace_router.scheduling.request import Request
+from headrace_router.text.output import OutputOptions
 
 from tests.router.running import CHAT, RunningRouter, raw_request
 
@@ -83,6 +86,48 @@ def test_each_of_several_keys_is_one(keyed: RunningRouter) -> None:
     for key in ("sécret", "a,b"):
         headers = {b"authorization": f"Bearer {key}".encode()}
         assert keyed.client.post("/tokenize", json={"inputs": "a"}, headers=headers).status_code == 200
+
+
+def test_each_key_is_a_tenant_and_goes_no_further(
+    keyed: RunningRouter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "headrace_router")
+    tenants: list[str] = []
+    submit = keyed.service.engine.submit
+
+    def noted(request: Request, options: OutputOptions, *, arrived: float) -> Generation:
+        tenants.append(request.tenant)
+        return submit(request, options, arrived=arrived)
+
+    monkeypatch.setattr(keyed.service.engine, "submit", noted)
+    for authorization in ("Bearer a,b", "bearer  a,b", "Bearer sécret"):
+        for path, body in (("/generate", {"inputs": "a"}), ("/v1/completions", {"prompt": "a", "n": 2})):
+            headers = {b"authorization": authorization.encode()}
+            assert keyed.client.post(path, json=body, headers=headers).status_code == 200
+    first, second = tenants[0], tenants[-1]
+    assert tenants == [first] * 6 + [second] * 3 and first != second
+    for key in ("a,b", "sécret"):
+        assert key not in first + second + caplog.text
+    assert first not in caplog.text and second not in caplog.text
+
+
+def test_whoever_presents_no_key_is_one_tenant_with_all_others(
+    router: RunningRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tenants: list[str] = []
+    submit = router.service.engine.submit
+
+    def noted(request: Request, options: OutputOptions, *, arrived: float) -> Generation:
+        tenants.append(request.tenant)
+        return submit(request, options, arrived=arrived)
+
+    monkeypatch.setattr(router.service.engine, "submit", noted)
+    body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
+    for headers in ({}, {"authorization": "Bearer"}, {"authorization": "Basic a"}, {"authorization": ""}):
+        router.post("/generate", body, headers=headers)
+    # Also where no key is asked for, one that is presented tells clients apart.
+    router.post("/generate", body, headers={"authorization": "Bearer a"})
+    assert tenants[:4] == [""] * 4 and tenants[4]
 
 
 @pytest.mark.parametrize("path", OPEN)
@@ -223,14 +268,17 @@ def test_each_inference_request_leaves_one_line(
     router.wait_for(lambda: len(ends(caplog)) == 4)
     first, several, *invalid = ends(caplog)
     assert re.fullmatch(
-        r"POST /generate 200 finish=length prompt_tokens=\d+ generated_tokens=2 first_token_ms=\d+ "
-        r"total_ms=\d+ request_id=the id",
+        r"POST /generate 200 finish=length prompt_tokens=\d+ cached_tokens=0 generated_tokens=2 "
+        r"first_token_ms=\d+ total_ms=\d+ request_id=the id",
         first,
     )
-    assert several.startswith("POST /v1/completions 200 finish=length prompt_tokens=2 generated_tokens=8 ")
+    assert several.startswith(
+        "POST /v1/completions 200 finish=length prompt_tokens=2 cached_tokens=0 generated_tokens=8 "
+    )
     for line in invalid:
         assert line.startswith(
-            "POST /generate 422 finish=validation prompt_tokens=0 generated_tokens=0 first_token_ms=- "
+            "POST /generate 422 finish=validation prompt_tokens=0 cached_tokens=0 generated_tokens=0 "
+            "first_token_ms=- "
         )
     assert "water" not in caplog.text
 
@@ -242,7 +290,9 @@ def test_a_client_that_leaves_is_told_of(router: RunningRouter, caplog: pytest.L
         router.wait_for(lambda: router.service.engine.num_active == 1)
     router.wait_for(lambda: len(ends(caplog)) == 1)
     router.do(router.shard.gate.set)
-    assert ends(caplog)[0].startswith("POST /generate - finish=dropped prompt_tokens=1 generated_tokens=0 ")
+    assert ends(caplog)[0].startswith(
+        "POST /generate - finish=dropped prompt_tokens=1 cached_tokens=0 generated_tokens=0 "
+    )
 
 
 def test_a_wrong_key_is_told_of_and_not_shown(keyed: RunningRouter, caplog: pytest.LogCaptureFixture) -> None:

@@ -39,9 +39,13 @@ def few(model_folder: Path) -> Iterator[RunningRouter]:
 def test_copies_have_seeds_of_their_own() -> None:
     sampling = SamplingParams(seed=MAX_SEED - 1, temperature=0.5)
     request = Request(prompt_ids=(5,), sampling=sampling, max_new_tokens=3)
-    made = copies(request, 3)
+    made = copies(request, 3, "tenant")
     assert [copy.sampling.seed for copy in made] == [MAX_SEED - 1, 0, 1]
-    assert {(copy.prompt_ids, copy.sampling.temperature) for copy in made} == {((5,), 0.5)}
+    assert {(copy.prompt_ids, copy.sampling.temperature, copy.tenant) for copy in made} == {
+        ((5,), 0.5, "tenant")
+    }
+    # By the tuple itself the scheduler knows copies of one request.
+    assert all(copy.prompt_ids is request.prompt_ids for copy in made)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,12 @@
 """Limits: what is derived from settings, model and memory, and what is refused."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from headrace_router.errors import LimitsError
-from headrace_router.scheduling.limits import Capacity, Limits, ShardInfo, Wanted, derive, plan
+from headrace_router.scheduling.limits import Capacity, Limits, Row, ShardInfo, Wanted, derive, plan
+from headrace_router.scheduling.policy import Policy
 
 INFO = ShardInfo(
     model_type="llama",
@@ -42,10 +44,21 @@ def test_defaults_come_from_model_and_device() -> None:
         "16000 tokens",
         "1000 blocks of 16, 3.9 MiB; --kv-cache-memory or its default allows 7.6 MiB",
     )
+    assert table["memory"] == (
+        "261.4 MiB",
+        "257.5 MiB of weights + 1000 blocks x 4.0 KiB; 3.7 MiB of what the cache may take is left",
+    )
+    assert table["prefix cache"] == ("on", "what was computed stays until its blocks are needed")
     assert table["device"] == ("cpu", "no GPU is there")
     assert table["threads"] == ("2", "the cores, all of them")
     assert table["step"] == ("512 tokens", "the default on cpu; takes 0.250 s")
+    assert table["step with a prompt in it"] == (
+        "at most 3 x",
+        "--max-step-slowdown: times a step of the running answers alone",
+    )
     assert table["running at once"] == ("128 sequences", "--max-concurrent-requests")
+    assert table["waiting at once"] == ("128 sequences", "--max-concurrent-requests, with those that run")
+    assert table["request timeout"] == ("none", "--request-timeout")
     assert plan(WANTED, replace(INFO, device="cuda")).max_step_tokens == 4096
 
 
@@ -75,6 +88,41 @@ def test_settings_hold() -> None:
     assert "--max-batch-total-tokens 16000" in whys["KV cache"]
 
 
+def table_of(capacity: Capacity = CAPACITY, **wanted: Any) -> dict[str, Row]:
+    _, rows = derive(replace(WANTED, **wanted), INFO, capacity)
+    assert len({row.name for row in rows}) == len(rows)
+    return {row.name: row for row in rows}
+
+
+def test_the_rows_of_policy_and_queue_say_what_was_set() -> None:
+    costs = ((1, 0.0061), (16, 0.012))
+    table = table_of(
+        replace(CAPACITY, step_costs=costs),
+        policy=Policy(prefix_caching=False, max_step_slowdown=2.5),
+        max_queued_requests=8,
+        max_queued_tokens=4000,
+        request_timeout=30.0,
+    )
+    assert (table["prefix cache"].value, table["prefix cache"].why) == ("off", "--no-prefix-caching")
+    assert table["step with a prompt in it"].value == "at most 2.5 x"
+    assert table["step with a prompt in it"].why.endswith("; a step of one took 0.0061 s")
+    assert (table["waiting at once"].value, table["waiting at once"].why) == (
+        "8 sequences",
+        "--max-queued-requests; their prompts at most 4000 tokens, --max-queued-tokens",
+    )
+    assert table["request timeout"].value == "30 s"
+
+
+def test_a_bound_that_is_none_is_said_to_be_none() -> None:
+    row = table_of(replace(CAPACITY, step_costs=((1, 0.0061),)), policy=Policy(max_step_slowdown=0.0))
+    assert row["step with a prompt in it"].value == "no bound"
+    assert row["step with a prompt in it"].why == "--max-step-slowdown 0"
+
+
+def test_a_cap_of_the_queue_that_is_never_reached_is_not_said_to_be_one() -> None:
+    assert table_of(max_queued_requests=500)["waiting at once"].value == "128 sequences"
+
+
 def test_one_is_not_many() -> None:
     _, rows = derive(replace(WANTED, max_concurrent_requests=1), INFO, CAPACITY)
     assert {row.name: row.value for row in rows}["running at once"] == "1 sequence"
@@ -102,7 +150,7 @@ def test_a_step_has_a_token_for_everybody() -> None:
     ],
 )
 def test_contradictions_are_one_line_with_numbers(
-    wanted: dict[str, int], num_blocks: int, message: str
+    wanted: dict[str, Any], num_blocks: int, message: str
 ) -> None:
     with pytest.raises(LimitsError, match=message) as caught:
         derive(

@@ -9,7 +9,12 @@ from headrace_router.errors import ValidationError
 from headrace_router.schemas import openai
 from headrace_router.schemas.decode import decode
 
-USAGE = openai.Usage(prompt_tokens=1, completion_tokens=2, total_tokens=3)
+USAGE = openai.Usage(
+    prompt_tokens=1,
+    completion_tokens=2,
+    total_tokens=3,
+    prompt_tokens_details=openai.PromptTokensDetails(cached_tokens=0),
+)
 HEAD: dict[str, Any] = {"id": "x", "created": 1, "model": "m", "system_fingerprint": "f"}
 
 
@@ -37,7 +42,8 @@ def test_a_chat_answer() -> None:
     assert encoded(openai.ChatCompletion(**HEAD, choices=[choice], usage=USAGE)) == (
         '{"object":"chat.completion","id":"x","created":1,"model":"m","system_fingerprint":"f","choices":'
         '[{"index":0,"message":{"role":"assistant","content":"hi","refusal":null},"logprobs":null,'
-        '"finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3}}'
+        '"finish_reason":"stop"}],"usage":{"prompt_tokens":1,"completion_tokens":2,"total_tokens":3,'
+        '"prompt_tokens_details":{"cached_tokens":0}}}'
     )
 
 

@@ -6,7 +6,7 @@ import torch
 from headrace_proto import shard_pb2 as pb
 from headrace_router.errors import HeadraceError
 from headrace_router.scheduling.request import Sequence
-from headrace_router.scheduling.step import ScheduledSequence, Step
+from headrace_router.scheduling.step import Arrival, Step
 from headrace_router.shards.convert import to_step_request
 from headrace_router.validation import Job
 from headrace_shard.batch import Batch
@@ -45,6 +45,8 @@ SHARED = {
     "top_k": integers,
     "seed": integers,
     "stop": stops,
+    "priority": integers,
+    "cache_salt": st.text(max_size=300),
 }
 NATIVE = SHARED | {
     "do_sample": st.booleans(),
@@ -83,22 +85,17 @@ def bodies(fields: dict[str, st.SearchStrategy[Any]]) -> st.SearchStrategy[dict[
 def check_can_run(job: Job) -> None:
     """As the only new sequence of a step, on its way through the wire."""
     sequence = Sequence(id=1, request=job.request, arrived_at=0.0)
-    part = ScheduledSequence(
-        sequence=sequence,
-        num_tokens=sequence.num_tokens,
-        new_blocks=list(range(-(-sequence.num_tokens // LIMITS.block_size))),
-        num_computed=0,
-        is_new=True,
-        samples=True,
-    )
+    blocks = list(range(-(-sequence.num_tokens // LIMITS.block_size)))
     step = Step(
         id=1,
-        scheduled=[part],
-        dropped_ids=[],
+        sequences=[sequence],
+        num_tokens=[sequence.num_tokens],
+        num_new_blocks=[len(blocks)],
+        new_blocks=blocks,
+        arrivals=[Arrival(sequence=sequence, num_computed=0)],
+        samplers=[sequence],
         admitted=[sequence],
-        num_preempted=0,
-        is_prefill=True,
-        is_overdue=False,
+        total_tokens=sequence.num_tokens,
     )
     message = pb.StepRequest.FromString(to_step_request(step).SerializeToString())
     taken = from_step_request(message, is_decode=False)

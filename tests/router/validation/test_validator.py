@@ -238,6 +238,28 @@ def test_templates_may_be_missing_or_refuse(make_front: Callable[..., Front]) ->
         make_front(template="{{ raise_exception('no') }}").chat()
 
 
+# ---- whose turn it is, and what is shared
+
+
+def test_priority_and_salt_reach_the_request(front: Front) -> None:
+    asks: tuple[Callable[..., Any], ...] = (front.generate, front.chat, front.completion)
+    for ask in asks:
+        request = ask(priority=-5, cache_salt="tenant 7").request
+        assert (request.priority, request.cache_salt) == (-5, "tenant 7")
+        for job in (ask(), ask(priority=None, cache_salt=None)):
+            assert (job.request.priority, job.request.cache_salt) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("fields", "name"),
+    [({"priority": 1.5}, "priority"), ({"priority": "high"}, "priority"), ({"cache_salt": 7}, "cache_salt")],
+)
+def test_priority_is_a_whole_number_and_a_salt_is_text(front: Front, fields: Any, name: str) -> None:
+    for ask in (front.generate, front.chat, front.completion):
+        with pytest.raises(ValidationError, match=f"{name}` is of the wrong type"):
+            ask(**fields)
+
+
 # ---- the rest
 
 
