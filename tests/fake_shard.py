@@ -1,8 +1,9 @@
 """A scripted shard: the real gRPC service in plain Python, with made-up tokens. The router's one test double.
 
-It holds the router to the contract: a step that names an unknown sequence, computes more than there is, gives
-a block twice or puts a token where no block is, fails and is written down in `violations`. What it answers is
-a function of the sequence alone, so that batching, chunks and preemptions can be seen to change nothing.
+It holds the router to the contract: a step that names an unknown sequence, computes more than there is, puts
+a token where no block is or somebody else reads, or counts on KV that nobody has computed, fails and is
+written down in `violations`; so is a third step under way. What it answers is a function of the sequence
+alone, so that batching, chunks, shared blocks and preemptions can be seen to change nothing.
 
 In a test:         async with serving(FakeShard(), address) as shard: ...
 As a process:      python -m tests.fake_shard --address unix:///tmp/x --step-seconds 0.01
@@ -11,11 +12,11 @@ As a process:      python -m tests.fake_shard --address unix:///tmp/x --step-sec
 import argparse
 import asyncio
 import contextlib
+import itertools
 import uuid
 import zlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -24,23 +25,14 @@ from headrace_proto import __version__
 from headrace_proto import shard_pb2 as pb
 from headrace_proto.shard_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 
+from tests.fake_cache import FakeCache, Violation, digests_of
+from tests.fake_cache import FakeSequence as FakeSequence
+
+PATIENCE_SECONDS = 5.0
+"""How long a step waits for the one before it."""
+
 FIRST_TOKEN = 3
 """Ids below are the special ones of the tiny tokenizer; they are not made up, only scripted."""
-
-
-@dataclass
-class FakeSequence:
-    """What a shard keeps of a sequence."""
-
-    id: int
-    new: pb.NewSequence
-    token_ids: list[int]
-    num_computed: int
-    blocks: list[int] = field(default_factory=list)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.new.num_prompt_tokens
 
 
 Answer = Callable[[FakeSequence], int]
@@ -68,10 +60,6 @@ def logprob_of(token_id: int) -> float:
     return -(token_id % 8) / 8
 
 
-class Violation(Exception):
-    """The router broke the contract."""
-
-
 class FakeShard(ShardServicer):
     """All knobs are plain attributes and may be turned while it serves."""
 
@@ -96,6 +84,8 @@ class FakeShard(ShardServicer):
         """How late every step answers."""
         self.step_errors: deque[tuple[grpc.StatusCode, str]] = deque()
         """Each fails one step."""
+        self.poison: Callable[[FakeSequence], str | None] = lambda sequence: None
+        """A message fails every step in which the one sequence computes."""
         self.sequence_error: Callable[[FakeSequence], str | None] = lambda sequence: None
         """A message fails the one sequence that would have got a token."""
         self.warmup_error: str | None = None
@@ -110,11 +100,19 @@ class FakeShard(ShardServicer):
         self.gate = asyncio.Event()
         """Steps wait while it is cleared."""
         self.gate.set()
+        self.step_costs: tuple[tuple[int, float], ...] = ()
         self.sequences: dict[int, FakeSequence] = {}
         self.warmups: list[pb.WarmupRequest] = []
         self.steps: list[pb.StepRequest] = []
+        """As they arrived."""
+        self.num_in_flight = 0
+        """Steps that have arrived and are not answered."""
         self.violations: list[str] = []
-        self.num_clears = 0
+        self._cache = FakeCache(0, block_size)
+        self._failed: dict[int, str] = {}
+        """Sequences that have failed and that the router has not dropped yet, and why."""
+        self._next_id = 0
+        self._order = asyncio.Condition()
 
     # ---- the service
 
@@ -144,83 +142,149 @@ class FakeShard(ShardServicer):
         if self.warmup_error is not None:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, self.warmup_error)
         self.warmups.append(request)
-        self.sequences.clear()
         num_blocks = self.num_blocks
         if request.max_total_tokens:
             num_blocks = min(num_blocks, request.max_total_tokens // self.block_size)
+        self.sequences.clear()
+        self._failed.clear()
+        self._cache = FakeCache(num_blocks, self.block_size)
+        self._next_id = 0
         return pb.WarmupResponse(
             num_blocks=num_blocks,
             block_bytes=1024,
             step_seconds=self.step_seconds if self.measured_seconds is None else self.measured_seconds,
             available_bytes=1024 * self.num_blocks,
+            step_costs=[
+                pb.StepCost(num_tokens=tokens, seconds=seconds) for tokens, seconds in self.step_costs
+            ],
         )
 
     async def Prefill(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        return await self._step(request, context)
+        return await self._step(request, context, is_decode=False)
 
     async def Decode(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
-        if request.new_sequences or any(count != 1 for count in request.num_tokens):
-            await self._refuse("Decode takes known sequences with one token each", context)
-        return await self._step(request, context)
+        return await self._step(request, context, is_decode=True)
+
+    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
+        num_dropped = len(self.sequences)
+        self._drop(list(self.sequences))
+        return pb.ClearResponse(num_dropped=num_dropped)
 
     async def Filter(self, request: pb.FilterRequest, context: Any) -> pb.FilterResponse:
+        if self.num_in_flight:
+            self.violations.append("Filter while steps are under way: they could carry the ids")
         self._drop(request.dropped_ids)
         return pb.FilterResponse(num_sequences=len(self.sequences))
 
-    async def Clear(self, request: pb.ClearRequest, context: Any) -> pb.ClearResponse:
-        self.num_clears += 1
-        num_dropped = len(self.sequences)
-        self.sequences.clear()
-        return pb.ClearResponse(num_dropped=num_dropped)
-
     # ---- a step
 
-    async def _step(self, request: pb.StepRequest, context: Any) -> pb.StepResponse:
+    async def _step(self, request: pb.StepRequest, context: Any, *, is_decode: bool) -> pb.StepResponse:
         self.steps.append(request)
-        if self.step_seconds:
-            await asyncio.sleep(self.step_seconds)
-        await self.gate.wait()
-        if self.step_errors:
-            await context.abort(*self.step_errors.popleft())
+        self.num_in_flight += 1
+        cache = self._cache
         try:
-            return self._execute(request)
+            if self.num_in_flight > 2:
+                raise Violation(f"{self.num_in_flight} steps under way")
+            self._check_arrivals(request)
+            async with self._turn(request.step_id):
+                if self.step_seconds:
+                    await asyncio.sleep(self.step_seconds)
+                await self.gate.wait()
+                if cache is not self._cache:
+                    await context.abort(grpc.StatusCode.ABORTED, "the shard was warmed up meanwhile")
+                if (error := self._step_error(request)) is not None:
+                    self._fail_step(request, error[1])
+                    await context.abort(*error)
+                return self._execute(request, is_decode)
         except Violation as violation:
-            await self._refuse(str(violation), context)
+            self.violations.append(str(violation))
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(violation))
             raise
+        finally:
+            self.num_in_flight -= 1
 
-    async def _refuse(self, message: str, context: Any) -> None:
-        self.violations.append(message)
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, message)
+    @contextlib.asynccontextmanager
+    async def _turn(self, step_id: int) -> AsyncIterator[None]:
+        """Steps are executed in the order of their ids, whatever the order in which they come."""
+        async with self._order:
+            try:
+                async with asyncio.timeout(PATIENCE_SECONDS):
+                    await self._order.wait_for(lambda: self._next_id >= step_id)
+            except TimeoutError:
+                raise Violation(f"step {step_id} without step {self._next_id}") from None
+            if self._next_id != step_id:
+                raise Violation(f"step {step_id} after step {self._next_id - 1}")
+        try:
+            yield
+        finally:
+            self._next_id = step_id + 1
+            async with self._order:
+                self._order.notify_all()
 
-    def _execute(self, request: pb.StepRequest) -> pb.StepResponse:
+    def _check_arrivals(self, request: pb.StepRequest) -> None:
+        """What a step reuses must have been computed before it was sent, by a step that was answered."""
+        source_of = dict(zip(request.copied_to, request.copied_from, strict=True))
+        blocks_of = dict(zip(request.ids, _split(request.new_blocks, request.num_new_blocks), strict=True))
+        for new in request.new_sequences:
+            blocks = [source_of.get(block, block) for block in blocks_of.get(new.id, ())]
+            count = new.num_computed_tokens
+            if new.prompt_logprobs and count:
+                raise Violation(f"sequence {new.id} wants log-probabilities of a prompt that is computed")
+            if count and not self._cache.holds(blocks, digests_of(new.token_ids), count):
+                raise Violation(f"sequence {new.id} counts on {count} tokens that nobody has computed")
+
+    def _step_error(self, request: pb.StepRequest) -> tuple[grpc.StatusCode, str] | None:
+        if self.step_errors:
+            return self.step_errors.popleft()
+        arrivals = [FakeSequence(new.id, new, list(new.token_ids), 0) for new in request.new_sequences]
+        known = [self.sequences[number] for number in request.ids if number in self.sequences]
+        messages = (self.poison(sequence) for sequence in [*arrivals, *known])
+        return next(((grpc.StatusCode.INTERNAL, message) for message in messages if message), None)
+
+    def _fail_step(self, request: pb.StepRequest, message: str) -> None:
+        """Nobody knows how far the step came: its sequences are forgotten, nothing else is done."""
+        parts = _split(request.new_blocks, request.num_new_blocks)
+        num_computed = {new.id: new.num_computed_tokens for new in request.new_sequences}
+        for number, num_tokens, blocks in zip(request.ids, request.num_tokens, parts, strict=True):
+            if (sequence := self.sequences.pop(number, None)) is not None:
+                blocks, start = sequence.blocks + blocks, sequence.num_computed
+            else:
+                start = num_computed.get(number, 0)
+            self._cache.write(blocks, [None] * num_tokens, start)
+            self._failed[number] = f"the step before failed: {message}"
+
+    def _execute(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
         if not self.warmups:
             raise Violation("a step before Warmup")
+        if is_decode and (request.new_sequences or any(count != 1 for count in request.num_tokens)):
+            raise Violation("Decode takes known sequences with one token each")
+        self._check_size(request)
         self._drop(request.dropped_ids)
         for new in request.new_sequences:
             if new.id in self.sequences or new.id not in request.ids:
                 raise Violation(f"new sequence {new.id} is known already, or not scheduled")
-            self.sequences[new.id] = FakeSequence(new.id, new, list(new.token_ids), new.num_computed_tokens)
-        self._check_size(request)
+            self._failed.pop(new.id, None)
+            sequence = self.sequences[new.id] = FakeSequence(new.id, new, [], new.num_computed_tokens)
+            sequence.append(new.token_ids)
         response = pb.StepResponse(forward_seconds=self.step_seconds)
-        new_blocks = iter(request.new_blocks)
-        for number, num_tokens, num_new in zip(
-            request.ids, request.num_tokens, request.num_new_blocks, strict=True
-        ):
-            sequence = self.sequences.get(number)
-            if sequence is None:
+        chunks: list[tuple[FakeSequence, int]] = []
+        parts = _split(request.new_blocks, request.num_new_blocks)
+        for number, num_tokens, blocks in zip(request.ids, request.num_tokens, parts, strict=True):
+            if number in self._failed:
+                response.errors.add(id=number, message=self._failed[number])
+            elif number in self.sequences:
+                self.sequences[number].blocks += blocks
+                chunks.append((self.sequences[number], num_tokens))
+            else:
                 raise Violation(f"unknown sequence {number}")
-            sequence.blocks += [next(new_blocks) for _ in range(num_new)]
+        self._cache.compute(chunks, self.sequences.values(), request.copied_from, request.copied_to)
+        for sequence, num_tokens in chunks:
             self._compute(sequence, num_tokens, response)
-        self._check_blocks()
         response.num_sequences = len(self.sequences)
         return response
 
     def _compute(self, sequence: FakeSequence, num_tokens: int, response: pb.StepResponse) -> None:
         start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        if not start < end <= len(sequence.token_ids):
-            raise Violation(f"sequence {sequence.id}: tokens {start} to {end} of {len(sequence.token_ids)}")
-        if end > len(sequence.blocks) * self.block_size:
-            raise Violation(f"sequence {sequence.id}: {end} tokens in {len(sequence.blocks)} blocks")
         sequence.num_computed = end
         if sequence.new.prompt_logprobs:
             self._tell_prompt(sequence, start, end, response)
@@ -228,10 +292,11 @@ class FakeShard(ShardServicer):
             return
         if (message := self.sequence_error(sequence)) is not None:
             response.errors.add(id=sequence.id, message=message)
+            self._failed[sequence.id] = message
             del self.sequences[sequence.id]
             return
         token_id = self.answer(sequence)
-        sequence.token_ids.append(token_id)
+        sequence.append([token_id])
         response.ids.append(sequence.id)
         response.token_ids.append(token_id)
         response.logprobs.append(logprob_of(token_id))
@@ -258,14 +323,16 @@ class FakeShard(ShardServicer):
         if sum(request.num_tokens) > largest.max_step_tokens:
             raise Violation(f"{sum(request.num_tokens)} tokens, at most {largest.max_step_tokens}")
 
-    def _check_blocks(self) -> None:
-        held = [block for sequence in self.sequences.values() for block in sequence.blocks]
-        if len(held) != len(set(held)) or not all(0 <= block < self.num_blocks for block in held):
-            raise Violation("a block is held twice, or is none of ours")
-
     def _drop(self, dropped_ids: Sequence[int]) -> None:
         for number in dropped_ids:
             self.sequences.pop(number, None)
+            self._failed.pop(number, None)
+
+
+def _split(blocks: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
+    """The blocks of each sequence."""
+    rest = iter(blocks)
+    return [list(itertools.islice(rest, count)) for count in counts]
 
 
 @contextlib.asynccontextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from headrace_router.batcher import Batcher, ShardState
@@ -12,7 +12,7 @@ from headrace_router.metrics import Metrics
 from headrace_router.scheduling.request import FinishReason, Request, SamplingParams, Sequence
 from headrace_router.scheduling.step import Update
 
-from tests.fake_shard import made_up
+from tests.fake_shard import FakeShard, made_up, serving
 
 WAIT_SECONDS = 20.0
 """A bound, not an expectation."""
@@ -71,9 +71,9 @@ class Harness:
             while not condition():
                 await asyncio.sleep(0.005)
 
-    def submit(self, num_prompt: int = 5, max_new: int = 4, *, salt: int = 0) -> RecordingSink:
+    def submit(self, num_prompt: int = 5, max_new: int = 4, *, salt: int = 0, **fields: Any) -> RecordingSink:
         sink = RecordingSink()
-        sink.sequence = self.batcher.submit(request_of(num_prompt, max_new, salt), sink, 0.0)
+        sink.sequence = self.batcher.submit(request_of(num_prompt, max_new, salt, **fields), sink, 0.0)
         return sink
 
     def value(self, name: str, **labels: str) -> float:
@@ -84,23 +84,40 @@ class Harness:
     async def until_idle(self, num_blocks: int) -> None:
         """Nothing runs or waits, and the shard has been told to forget everybody."""
         await self.until(lambda: self.value("headrace_shard_sequences") == 0)
-        self.check_levels(running=0, waiting=0, used=0, free=num_blocks)
+        self.check_levels(running=0, waiting=0, used=0, num_blocks=num_blocks)
+        assert self.value("headrace_kv_unused_slots") == self.value("headrace_kv_waste_ratio") == 0
 
-    def check_levels(self, *, running: int, waiting: int, used: int, free: int) -> None:
+    def check_levels(self, *, running: int, waiting: int, used: int, num_blocks: int) -> None:
+        """Every block is used, cached or free."""
         assert self.value("tgi_queue_size") == self.value("headrace_requests", state="waiting") == waiting
+        assert (self.value("headrace_queue_tokens") > 0) == (waiting > 0)
         assert self.value("tgi_batch_current_size") == running
         assert self.value("headrace_requests", state="running") == running
-        assert self.value("headrace_kv_blocks", state="used") == used
-        assert self.value("headrace_kv_blocks", state="free") == free
+        blocks = {s: self.value("headrace_kv_blocks", state=s) for s in ("used", "cached", "free")}
+        assert blocks["used"] == used and sum(blocks.values()) == num_blocks, blocks
         assert self.value("tgi_batch_current_max_tokens") == used * 16
 
 
-def request_of(num_prompt: int, max_new: int, salt: int = 0) -> Request:
-    return Request(
-        prompt_ids=tuple(3 + (salt + i) % 300 for i in range(num_prompt)),
-        sampling=SamplingParams(temperature=0),
-        max_new_tokens=max_new,
-    )
+def settle(
+    address: str, shard: FakeShard, main: Callable[[Harness], Awaitable[Any]], **settings: Any
+) -> None:
+    """Runs `main` with a batcher that is ready; at the end the shard must have nothing to complain of."""
+
+    async def run() -> None:
+        async with serving(shard, address), Harness(address, **settings).running() as harness:
+            await harness.ready()
+            async with asyncio.timeout(WAIT_SECONDS):
+                await main(harness)
+            assert shard.violations == []
+
+    asyncio.run(run())
+
+
+def request_of(num_prompt: int, max_new: int, salt: int = 0, **fields: Any) -> Request:
+    """Requests of different salts have no beginning in common."""
+    values: dict[str, Any] = {"sampling": SamplingParams(temperature=0), "max_new_tokens": max_new}
+    prompt_ids = tuple(3 + (salt + i) % 300 for i in range(num_prompt))
+    return Request(prompt_ids=prompt_ids, **(values | fields))
 
 
 def expected(num_prompt: int, max_new: int, salt: int = 0) -> list[int]:

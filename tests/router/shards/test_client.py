@@ -11,7 +11,7 @@ from headrace_proto.settings import SettingsError
 from headrace_router.errors import GenerationError, Unavailable
 from headrace_router.scheduling.limits import Plan
 from headrace_router.scheduling.request import Request, SamplingParams, Sequence
-from headrace_router.scheduling.step import ScheduledSequence, Step, StepResult
+from headrace_router.scheduling.step import Arrival, Step, StepResult
 from headrace_router.shards import client as client_module
 from headrace_router.shards.client import ShardClient, target_of
 
@@ -20,7 +20,8 @@ from tests.fake_shard import FakeShard, serving
 PLAN = Plan(max_step_tokens=200_000, max_step_sequences=8, max_cache_tokens=0)
 
 
-def _step(num_prompt: int = 4, *, prompt_logprobs: bool = False) -> Step:
+def _step(step_id: int = 0, num_prompt: int = 4, *, prompt_logprobs: bool = False) -> Step:
+    """A sequence arrives whose id is one more than the step's."""
     request = Request(
         prompt_ids=tuple([5] * num_prompt),
         sampling=SamplingParams(temperature=0),
@@ -28,22 +29,17 @@ def _step(num_prompt: int = 4, *, prompt_logprobs: bool = False) -> Step:
         prompt_logprobs=prompt_logprobs,
         prompt_top_n_tokens=5 if prompt_logprobs else 0,
     )
-    part = ScheduledSequence(
-        sequence=Sequence(id=1, request=request, arrived_at=0.0),
-        num_tokens=num_prompt,
-        new_blocks=list(range(-(-num_prompt // 16))),
-        num_computed=0,
-        is_new=True,
-        samples=True,
-    )
+    sequence = Sequence(id=step_id + 1, request=request, arrived_at=0.0)
+    num_blocks = -(-num_prompt // 16)
     return Step(
-        id=0,
-        scheduled=[part],
-        dropped_ids=[],
-        admitted=[],
-        num_preempted=0,
-        is_prefill=True,
-        is_overdue=False,
+        id=step_id,
+        sequences=[sequence],
+        num_tokens=[num_prompt],
+        num_new_blocks=[num_blocks],
+        new_blocks=list(range(step_id * num_blocks, (step_id + 1) * num_blocks)),
+        arrivals=[Arrival(sequence=sequence, num_computed=0)],
+        samplers=[sequence],
+        total_tokens=num_prompt,
     )
 
 
@@ -91,7 +87,6 @@ def test_every_call(tmp_path: Path) -> None:
             assert result.num_sequences == 1
             assert await client.filter([2]) == 1
             assert await client.filter([1]) == 0
-            await client.clear()
             assert not shard.violations
 
     asyncio.run(main())
@@ -101,7 +96,7 @@ def test_large_messages_pass(tmp_path: Path) -> None:
     async def main() -> None:
         async with _connected(f"unix://{tmp_path}/s", FakeShard(num_blocks=20_000)) as client:
             await client.warmup(PLAN)
-            result = await _run(client, _step(150_000, prompt_logprobs=True))
+            result = await _run(client, _step(num_prompt=150_000, prompt_logprobs=True))
             assert len(result.prompt_logprobs[0].logprobs) == 149_999
 
     asyncio.run(main())
@@ -118,6 +113,7 @@ def test_a_step_that_fails_is_a_generation_error(tmp_path: Path) -> None:
                 GenerationError, match="Request failed during generation: Server error: out of memory"
             ):
                 await _run(client, _step())
+            assert (await _run(client, _step(1))).num_sequences == 1
             shard.warmup_error = "too little memory"
             with pytest.raises(GenerationError, match="Warmup failed: too little memory"):
                 await client.warmup(PLAN)
@@ -158,6 +154,18 @@ def test_a_frozen_shard_is_unavailable(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_step_behind_another_has_the_time_of_both(tmp_path: Path) -> None:
+    async def main() -> None:
+        shard = FakeShard(step_seconds=1.0)
+        async with _connected(f"unix://{tmp_path}/s", shard, step_timeout_seconds=1.9) as client:
+            await client.warmup(PLAN)
+            calls = [client.send(_step()), client.send(_step(1), num_ahead=1)]
+            for number, call in enumerate(calls):
+                assert [token.sequence_id for token in (await client.receive(call)).tokens] == [number + 1]
+
+    asyncio.run(main())
+
+
 def test_closing_ends_a_step_under_way_and_cancelling_stays_cancelling(tmp_path: Path) -> None:
     async def main() -> None:
         async with _connected(f"unix://{tmp_path}/s", shard := FakeShard()) as client:
@@ -169,7 +177,7 @@ def test_closing_ends_a_step_under_way_and_cancelling_stays_cancelling(tmp_path:
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
-            closed = asyncio.create_task(_run(client, _step()))
+            closed = asyncio.create_task(_run(client, _step(1)))
             while len(shard.steps) < 2:
                 await asyncio.sleep(0.01)
             await client.close()

@@ -3,7 +3,7 @@
 from headrace_proto import shard_pb2 as pb
 from headrace_router.scheduling.limits import Capacity, Plan
 from headrace_router.scheduling.request import Request, SamplingParams, Sequence
-from headrace_router.scheduling.step import PromptLogprobs, SampledToken, ScheduledSequence, Step
+from headrace_router.scheduling.step import Arrival, PromptLogprobs, SampledToken, Step
 from headrace_router.shards import convert
 
 
@@ -12,21 +12,10 @@ def _sequence(number: int, **fields: object) -> Sequence:
     return Sequence(id=number, request=Request(**values), arrived_at=0.0)  # type: ignore[arg-type]
 
 
-def _part(sequence: Sequence, **fields: object) -> ScheduledSequence:
-    values = {"num_tokens": 1, "new_blocks": [], "num_computed": 0, "is_new": False, "samples": True} | fields
-    return ScheduledSequence(sequence=sequence, **values)  # type: ignore[arg-type]
-
-
-def _step(*parts: ScheduledSequence, dropped_ids: list[int]) -> Step:
-    return Step(
-        id=8,
-        scheduled=list(parts),
-        dropped_ids=dropped_ids,
-        admitted=[],
-        num_preempted=0,
-        is_prefill=True,
-        is_overdue=False,
-    )
+def _arrival(sequence: Sequence, *, num_computed: int = 0) -> Step:
+    """A step of one new sequence."""
+    arrival = Arrival(sequence=sequence, num_computed=num_computed)
+    return Step(id=8, sequences=[sequence], num_tokens=[1], num_new_blocks=[0], arrivals=[arrival])
 
 
 PARAMS = SamplingParams(
@@ -55,24 +44,33 @@ def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
         prompt_top_n_tokens=5,
     )
     message = convert.to_step_request(
-        _step(
-            _part(_sequence(1), new_blocks=[7]),
-            _part(new, num_tokens=3, new_blocks=[1, 2], is_new=True),
+        Step(
+            id=8,
+            sequences=[_sequence(1), new],
+            num_tokens=[1, 2],
+            num_new_blocks=[1, 2],
+            new_blocks=[7, 1, 2],
+            copies=[(9, 1), (9, 2)],
+            arrivals=[Arrival(sequence=new, num_computed=1)],
             dropped_ids=[4, 5],
+            total_tokens=3,
         )
     )
     assert message == pb.StepRequest(
         step_id=8,
         dropped_ids=[4, 5],
         ids=[1, 2**63],
-        num_tokens=[1, 3],
+        num_tokens=[1, 2],
         num_new_blocks=[1, 2],
         new_blocks=[7, 1, 2],
+        copied_from=[9, 9],
+        copied_to=[1, 2],
         new_sequences=[
             pb.NewSequence(
                 id=2**63,
                 token_ids=[5, 6, 7],
                 num_prompt_tokens=3,
+                num_computed_tokens=1,
                 top_n_tokens=3,
                 prompt_logprobs=True,
                 prompt_top_n_tokens=5,
@@ -99,8 +97,9 @@ def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
 def test_a_preempted_sequence_brings_its_output_and_wants_no_prompt_logprobs_again() -> None:
     sequence = _sequence(1, prompt_logprobs=True, prompt_top_n_tokens=2)
     sequence.output_ids = [8, 9]
-    (new,) = convert.to_step_request(_step(_part(sequence, is_new=True), dropped_ids=[])).new_sequences
+    (new,) = convert.to_step_request(_arrival(sequence, num_computed=4)).new_sequences
     assert (list(new.token_ids), new.num_prompt_tokens) == ([5, 6, 7, 8, 9], 3)
+    assert new.num_computed_tokens == 4
     assert (new.prompt_logprobs, new.prompt_top_n_tokens) == (False, 0)
     assert not new.sampling.suppressed_token_ids
 
@@ -154,5 +153,17 @@ def test_info_and_warmup() -> None:
     planned = Plan(max_step_tokens=512, max_step_sequences=8, max_cache_tokens=0)
     assert convert.to_warmup_request(planned) == pb.WarmupRequest(max_step_tokens=512, max_step_sequences=8)
     assert convert.from_warmup_response(
-        pb.WarmupResponse(num_blocks=3, block_bytes=4, step_seconds=0.5, available_bytes=6)
-    ) == Capacity(num_blocks=3, block_bytes=4, step_seconds=0.5, available_bytes=6)
+        pb.WarmupResponse(
+            num_blocks=3,
+            block_bytes=4,
+            step_seconds=0.5,
+            available_bytes=6,
+            step_costs=[pb.StepCost(num_tokens=1, seconds=0.25), pb.StepCost(num_tokens=64, seconds=0.375)],
+        )
+    ) == Capacity(
+        num_blocks=3,
+        block_bytes=4,
+        step_seconds=0.5,
+        available_bytes=6,
+        step_costs=((1, 0.25), (64, 0.375)),
+    )
