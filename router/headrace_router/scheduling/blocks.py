@@ -68,8 +68,8 @@ class KVBlocks:
         return self._cache.match(namespace, keys, max_blocks)
 
     def open(self, namespace: str, keys: list[bytes], max_blocks: int) -> Holding:
-        """Holds the longest cached prefix of `keys`, at most `max_blocks` blocks: leave out the block that the
-        sequence's last token is in, which has to be computed for the next one to be sampled."""
+        """Holds the longest cached prefix of `keys`, at most `max_blocks` blocks: leave out the block that
+        the last token is in, which has to be computed for the next one to be sampled."""
         holding = Holding(namespace=namespace)
         self._cache.claim(holding, keys, max_blocks)
         holding.num_shared = len(holding.blocks)
@@ -115,7 +115,7 @@ class KVBlocks:
             self._free += self._cache.extend(holding, keys, num_blocks)
 
     def close(self, holding: Holding) -> None:
-        """Gives up all blocks: committed ones stay cached, the others become free. The holding is empty then."""
+        """Empties a holding: what was committed stays cached, the other blocks become free."""
         outside = self._cache.release(holding)
         outside.reverse()
         self._free += outside

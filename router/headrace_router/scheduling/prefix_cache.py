@@ -79,8 +79,8 @@ class PrefixCache:
         """Blocks that nobody locks."""
         self._roots: dict[str, _Node] = {}
         self._unlocked: OrderedDict[_Node, None] = OrderedDict()
-        """Nodes without locks, the least recently released first. A path is released from its end to its root,
-        so that a node comes before its parent and the first of all has no children."""
+        """Nodes without locks, the least recently released first. A path is released from its end upwards, so
+        that a node comes before its parent and the first of all has no children."""
 
     def match(self, namespace: str, keys: list[bytes], max_blocks: int) -> int:
         """Leading keys that are in the tree, at most `max_blocks`."""
