@@ -64,6 +64,12 @@ class Batcher:
 
     def __init__(self, config: RouterConfig, metrics: Metrics) -> None:
         self._config = config
+        self._policy = Policy(
+            waiting_served_ratio=config.waiting_served_ratio,
+            max_waiting_tokens=config.max_waiting_tokens,
+            prefix_caching=config.prefix_caching,
+            max_step_slowdown=config.max_step_slowdown,
+        )
         self._wanted = Wanted(
             model_id=config.model_id or config.tokenizer_name,
             max_input_tokens=config.max_input_tokens,
@@ -72,15 +78,13 @@ class Batcher:
             max_cache_tokens=config.max_batch_total_tokens,
             max_batch_size=config.max_batch_size,
             max_concurrent_requests=config.max_concurrent_requests,
+            policy=self._policy,
+            max_queued_requests=config.max_queued_requests,
+            max_queued_tokens=config.max_queued_tokens,
+            request_timeout=config.request_timeout,
         )
         self._meter = Meter(metrics, backpressure=config.waiting_served_ratio > 0)
         self._ids = itertools.count(1)
-        self._policy = Policy(
-            waiting_served_ratio=config.waiting_served_ratio,
-            max_waiting_tokens=config.max_waiting_tokens,
-            prefix_caching=config.prefix_caching,
-            max_step_slowdown=config.max_step_slowdown,
-        )
         self._delivery = Delivery()
         self._scheduler: Scheduler | None = None
         self._pipeline: Pipeline | None = None
@@ -97,15 +101,19 @@ class Batcher:
 
     # ---- for the engine
 
-    def submit(self, request: Request, sink: Sink, now: float) -> Sequence:
+    def submit(self, request: Request, sink: Sink, now: float, *, num_companions: int = 0) -> Sequence:
         """Queues a request. Raises `Unavailable` before the first shard was ready and after the end,
-        `ContextLengthExceeded` for one that could never run, and `Overloaded` when the queue is full."""
+        `ContextLengthExceeded` for one that could never run, and `Overloaded` when the queue is full.
+
+        `num_companions`: how many have joined the queue just now for the same HTTP request.
+        """
         if self._scheduler is None or self.state is ShardState.STOPPED:
             raise Unavailable("the server is not ready")
         sequence = Sequence(id=next(self._ids), request=request, arrived_at=now)
         if not self._scheduler.can_hold(sequence):
             raise self._too_long(request)
-        self._check_queue(self._scheduler, request)
+        if self._scheduler.num_waiting > num_companions:
+            self._check_queue(self._scheduler, request)
         self._delivery.join(sequence, sink)
         self._scheduler.add(sequence)
         self._changed()
@@ -238,7 +246,11 @@ class Batcher:
             await asyncio.gather(steps, watch, return_exceptions=True)
 
     def _check_queue(self, scheduler: Scheduler, request: Request) -> None:
-        """Raises `Overloaded` when one more would exceed what may wait."""
+        """Raises `Overloaded` when one more would exceed what may wait.
+
+        Asked only when others wait. Who finds nobody waiting is let in with all companions, however many and
+        long they are: else they could never come in.
+        """
         num_waiting, most = scheduler.num_waiting, self._config.max_queued_requests
         if most is not None and num_waiting >= most:
             raise Overloaded(
@@ -246,8 +258,7 @@ class Batcher:
                 f"is {most}; try again later"
             )
         num_tokens, most = len(request.prompt_ids), self._config.max_queued_tokens
-        # Whoever finds nobody waiting is let in, however long: else it could never come in.
-        if most is not None and num_waiting and scheduler.num_waiting_tokens + num_tokens > most:
+        if most is not None and scheduler.num_waiting_tokens + num_tokens > most:
             raise Overloaded(
                 f"Model is overloaded: {counted(scheduler.num_waiting_tokens, 'prompt token')} waiting and "
                 f"{num_tokens} more asked for, and --max-queued-tokens is {most}; try again later"

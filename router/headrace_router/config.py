@@ -32,8 +32,8 @@ class RouterSettings:
     )
     max_queued_requests: int | None = setting(
         None,
-        help="Answers that may wait for their first step; one more is answered with 429. "
-        "Default: as many as `--max-concurrent-requests` lets in.",
+        help="Answers that may wait for their first step; a request that would exceed them is answered with "
+        "429, unless nobody waits. Default: as many as `--max-concurrent-requests` lets in.",
         minimum=1,
     )
     max_queued_tokens: int | None = setting(

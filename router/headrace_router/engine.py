@@ -148,11 +148,13 @@ class Engine:
         if self.num_active == 0:
             self._is_idle.set()
 
-    def submit(self, request: Request, options: OutputOptions, *, arrived: float) -> Generation:
-        """Queues a request under a permit. Raises as `Batcher.submit`."""
+    def submit(
+        self, request: Request, options: OutputOptions, *, arrived: float, num_companions: int = 0
+    ) -> Generation:
+        """Queues a request under a permit. Arguments and errors as of `Batcher.submit`."""
         timings = Timings(arrived=arrived, queued=time.monotonic())
         generation = Generation(self._batcher, self._tokenizer, self._metrics, request, options, timings)
-        generation.begin()
+        generation.begin(num_companions)
         self._metrics.request_input_length.observe(len(request.prompt_ids))
         self._metrics.request_max_new_tokens.observe(request.max_new_tokens)
         return generation

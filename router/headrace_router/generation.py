@@ -124,9 +124,11 @@ class Generation:
         self._is_over = False
         self._finish_reason: FinishReason | None = None
 
-    def begin(self) -> None:
+    def begin(self, num_companions: int) -> None:
         """Joins the queue; called once, by the engine. Raises as `Batcher.submit`."""
-        self._sequence = self._batcher.submit(self._request, self, self.timings.queued)
+        self._sequence = self._batcher.submit(
+            self._request, self, self.timings.queued, num_companions=num_companions
+        )
 
     def cancel(self) -> None:
         """Idempotent, and at once: the sequence leaves queue or shard before the next step."""

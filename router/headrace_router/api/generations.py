@@ -92,7 +92,9 @@ def submitted(
     try:
         for job in jobs:
             for request in copies(job.request, num_copies, exchange.tenant):
-                generation = service.engine.submit(request, job.options, arrived=exchange.arrived)
+                generation = service.engine.submit(
+                    request, job.options, arrived=exchange.arrived, num_companions=len(running)
+                )
                 exchange.generations.append(generation)
                 running.append(Running(job=job, request=request, generation=generation))
         queued = running[0].generation.timings.queued

@@ -95,9 +95,9 @@ def test_each_key_is_a_tenant_and_goes_no_further(
     tenants: list[str] = []
     submit = keyed.service.engine.submit
 
-    def noted(request: Request, options: OutputOptions, *, arrived: float) -> Generation:
+    def noted(request: Request, options: OutputOptions, **others: Any) -> Generation:
         tenants.append(request.tenant)
-        return submit(request, options, arrived=arrived)
+        return submit(request, options, **others)
 
     monkeypatch.setattr(keyed.service.engine, "submit", noted)
     for authorization in ("Bearer a,b", "bearer  a,b", "Bearer sécret"):
@@ -117,9 +117,9 @@ def test_whoever_presents_no_key_is_one_tenant_with_all_others(
     tenants: list[str] = []
     submit = router.service.engine.submit
 
-    def noted(request: Request, options: OutputOptions, *, arrived: float) -> Generation:
+    def noted(request: Request, options: OutputOptions, **others: Any) -> Generation:
         tenants.append(request.tenant)
-        return submit(request, options, arrived=arrived)
+        return submit(request, options, **others)
 
     monkeypatch.setattr(router.service.engine, "submit", noted)
     body = {"inputs": "a", "parameters": {"max_new_tokens": 1}}
