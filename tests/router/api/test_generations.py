@@ -1,5 +1,6 @@
 """Several generations of one request: room, copies, ends read at once, streams merged, failures."""
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from headrace_router.api.generations import MAX_SEED, copies
 from headrace_router.scheduling.request import Request, SamplingParams
 
 from tests.fake_shard import FakeSequence
-from tests.router.running import CHAT, EOS, RunningRouter
+from tests.router.running import CHAT, EOS, RunningRouter, raw_request
 
 SEED = 7
 CHATS = CHAT | {"seed": SEED}
@@ -73,6 +74,74 @@ def test_more_samples_than_there_will_ever_be_room_for(model_folder: Path) -> No
         response = router.post("/generate", NATIVE)
         assert response.status_code == 422 and response.json()["error_type"] == "validation"
         assert "`best_of` asks for 2 answers at once" in response.json()["error"]
+
+
+@pytest.fixture
+def capped(model_folder: Path) -> Iterator[RunningRouter]:
+    """One answer runs, and four more may wait."""
+    with RunningRouter(model_folder, max_batch_size=1, max_queued_requests=4) as router:
+        yield router
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", CHAT | {"n": 4}),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}),
+    ],
+)
+def test_a_request_for_which_the_queue_has_no_room_leaves_nothing_in_it(
+    capped: RunningRouter, path: str, body: Any, is_stream: bool
+) -> None:
+    """The third of its four answers is refused; two had joined the queue."""
+    engine = capped.service.engine
+    capped.do(capped.shard.gate.clear)
+    alone = {"inputs": "the water", "parameters": {"max_new_tokens": 2}}
+    with contextlib.ExitStack() as held:
+        running = held.enter_context(raw_request(capped, "/generate", alone))
+        capped.wait_for(lambda: len(capped.shard.steps) > 0)
+        waiting = [held.enter_context(raw_request(capped, "/generate", alone)) for _ in range(2)]
+        capped.wait_for(lambda: engine.num_active == 3)
+        before = capped.metric('tgi_request_failure{err="overloaded"}')
+        response = capped.post(path, body | {"stream": is_stream})
+        assert response.status_code == 429 and response.headers["retry-after"] == "1"
+        error = response.json()["error"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+        assert "--max-queued-requests is 4" in error["message"]
+        assert capped.metric('tgi_request_failure{err="overloaded"}') == before + 1
+        assert capped.do(lambda: engine.num_active) == 3
+        assert capped.metric('headrace_requests{state="waiting"}') == 2
+        capped.do(capped.shard.gate.set)
+        for connection in (running, *waiting):
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_who_finds_nobody_waiting_is_let_in_whole(capped: RunningRouter) -> None:
+    answer = capped.post("/v1/chat/completions", CHAT | {"n": 6, "max_tokens": 2}).json()
+    assert len(answer["choices"]) == 6
+
+
+def test_prompts_that_wait_have_so_many_tokens_together(model_folder: Path) -> None:
+    with RunningRouter(model_folder, max_batch_size=1, max_queued_tokens=3) as router:
+        ids = [5, 6]
+        # Nobody waits.
+        answer = router.post("/v1/completions", {"prompt": [ids * 4, ids * 4], "max_tokens": 2})
+        assert answer.status_code == 200
+        router.do(router.shard.gate.clear)
+        num_steps = len(router.shard.steps)
+        with contextlib.ExitStack() as held:
+            running = raw_request(router, "/v1/completions", {"prompt": ids, "max_tokens": 2})
+            held.enter_context(running)
+            router.wait_for(lambda: len(router.shard.steps) > num_steps)
+            waiting = raw_request(router, "/v1/completions", {"prompt": ids, "max_tokens": 2})
+            held.enter_context(waiting)
+            router.wait_for(lambda: router.service.engine.num_active == 2)
+            refused = router.post("/v1/completions", {"prompt": ids, "max_tokens": 2})
+            assert refused.status_code == 429 and "--max-queued-tokens is 3" in refused.text
+            with raw_request(router, "/v1/completions", {"prompt": [5], "max_tokens": 2}):
+                router.wait_for(lambda: router.service.engine.num_active == 3)
+            router.do(router.shard.gate.set)
 
 
 def test_as_many_as_there_is_room_for(few: RunningRouter) -> None:
