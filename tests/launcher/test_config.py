@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 from headrace_launcher.config import IgnoredSettings, LauncherConfig, RefusedSettings
-from headrace_proto.settings import SettingsError, fields_of, flag_of, load, pick
+from headrace_proto.settings import (
+    SettingsError,
+    fields_of,
+    flag_of,
+    load,
+    pick,
+    to_argv,
+    to_environment,
+)
 from headrace_router.config import RouterConfig, RouterSettings
 from headrace_shard.config import ShardConfig, ShardSettings
 
@@ -27,6 +35,15 @@ def test_children_get_what_the_launcher_was_given() -> None:
     assert (shard.dtype, shard.json_output) == ("float32", True)
 
 
+def test_keys_reach_the_router_as_secrets() -> None:
+    for config in (loaded("--api-key=a,b", "--api-key", "c"), loaded(API_KEY="a,b\nc\n")):
+        router = pick(RouterConfig, config, tokenizer_name="folder")
+        assert router.api_key == ("a,b", "c")
+        assert to_argv(router) == ["--tokenizer-name=folder"]
+        assert to_environment(router) == {"HEADRACE_API_KEY": "a,b\nc"}
+        assert to_environment(pick(ShardConfig, config, model_path="folder")) == {}
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -38,6 +55,11 @@ def test_children_get_what_the_launcher_was_given() -> None:
         (["--speculate", "3"], "--speculate: speculative decoding is not supported, got 3"),
         (["--max-input-tokens", "9", "--max-total-tokens", "9"], "--max-input-tokens: must be less"),
         (["--max-input-tokens", "9", "--max-input-length", "8"], "--max-input-length: given twice"),
+        (
+            ["--max-step-slowdown", "0.5"],
+            "--max-step-slowdown: must be at least 1, or 0 for no bound, got 0.5",
+        ),
+        (["--api-key", "a", "--api-key", ""], "--api-key: must not be empty"),
         (["--ngrok-bogus"], "unrecognized arguments: --ngrok-bogus"),
     ],
 )
