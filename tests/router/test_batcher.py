@@ -1,23 +1,21 @@
-"""Batcher against a scripted shard on a real socket: steps, failures, losses, gauges."""
+"""Batcher against a scripted shard on a real socket: the connection, losses, what may wait."""
 
 import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from headrace_router import batcher
 from headrace_router.batcher import ShardState
-from headrace_router.errors import ContextLengthExceeded, GenerationError, LimitsError, Unavailable
+from headrace_router.errors import ContextLengthExceeded, LimitsError, Overloaded, Unavailable
 from headrace_router.scheduling.request import FinishReason
 from headrace_router.shards import client as client_module
 
 from tests.fake_shard import FakeShard, serving
-from tests.router.batching import WAIT_SECONDS, Harness, RecordingSink, expected
+from tests.router.batching import WAIT_SECONDS, Harness, RecordingSink, expected, settle
 
 
 @pytest.fixture
@@ -28,43 +26,6 @@ def address(tmp_path: Path) -> str:
 @pytest.fixture(autouse=True)
 def _quick_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "WATCH_SECONDS", 0.05)
-
-
-def _settle(address: str, shard: FakeShard, main: Callable[[Harness], Any], **settings: Any) -> None:
-    """Runs `main` with a batcher that is ready; at the end the shard must have nothing to complain of."""
-
-    async def run() -> None:
-        async with serving(shard, address), Harness(address, **settings).running() as harness:
-            await harness.ready()
-            async with asyncio.timeout(WAIT_SECONDS):
-                await main(harness)
-            assert shard.violations == []
-
-    asyncio.run(run())
-
-
-def test_many_mixed_requests_get_what_they_get_alone(address: str) -> None:
-    shard = FakeShard(num_blocks=16)
-
-    async def main(harness: Harness) -> None:
-        sizes = [(1 + 7 * i % 60, 1 + 13 * i % 80, i) for i in range(24)]
-        sinks = [harness.submit(n, m, salt=salt) for n, m, salt in sizes]
-        for sink, (n, m, salt) in zip(sinks, sizes, strict=True):
-            await sink.over.wait()
-            assert (sink.reason, sink.num_starts) == (FinishReason.LENGTH, 1)
-            assert sink.tokens == expected(n, m, salt)
-        await harness.until_idle(16)
-        assert not shard.sequences
-        assert harness.value("headrace_preemptions") > 0
-        assert harness.value("headrace_prompt_tokens") == sum(n for n, _, _ in sizes)
-        assert harness.value("headrace_generated_tokens") == sum(m for _, m, _ in sizes)
-        steps = sum(
-            harness.value("tgi_batch_inference_success", method=method) for method in ("prefill", "decode")
-        )
-        assert steps == len(shard.steps) == harness.value("headrace_step_tokens_count")
-        assert harness.value("tgi_batch_concat", reason="chunking") > 0
-
-    _settle(address, shard, main, max_batch_prefill_tokens=32, max_batch_size=16)
 
 
 def test_the_shard_is_asked_for_what_the_settings_say(address: str) -> None:
@@ -85,76 +46,7 @@ def test_the_shard_is_asked_for_what_the_settings_say(address: str) -> None:
             harness.submit(90, 11)
 
     settings = {"max_batch_prefill_tokens": 64, "max_batch_size": 8, "max_batch_total_tokens": 320}
-    _settle(address, shard, main, max_total_tokens=100, **settings)
-
-
-@pytest.mark.parametrize("phase", ["queued", "prefill", "decode"])
-def test_cancelling_frees_everything_within_two_steps(address: str, phase: str) -> None:
-    shard = FakeShard(step_seconds=0.005)
-
-    async def main(harness: Harness) -> None:
-        other = harness.submit(4, 100)
-        await harness.until(lambda: len(other.tokens) > 2)
-        sink = harness.submit(200 if phase == "prefill" else 20, 100)
-        assert sink.sequence is not None
-        if phase != "queued":
-            await harness.until(lambda: sink.num_starts == 1)
-        if phase == "decode":
-            await harness.until(lambda: len(sink.tokens) > 3)
-        num_steps = len(shard.steps)
-        harness.batcher.finish(sink.sequence, FinishReason.CANCELLED)
-        harness.batcher.finish(sink.sequence, FinishReason.CANCELLED)
-        assert other.sequence is not None
-        used = len(other.sequence.blocks)
-        harness.check_levels(running=1, waiting=0, used=used, free=64 - used)
-        await harness.until(lambda: len(shard.steps) >= num_steps + 2)
-        dropped_ids = [
-            number for step in shard.steps[num_steps : num_steps + 2] for number in step.dropped_ids
-        ]
-        assert dropped_ids == ([] if phase == "queued" else [sink.sequence.id])
-        assert not sink.over.is_set()
-        harness.batcher.finish(other.sequence, FinishReason.CANCELLED)
-        await harness.until_idle(64)
-        assert not shard.sequences
-
-    _settle(address, shard, main, max_batch_prefill_tokens=16, max_batch_size=16)
-
-
-def test_a_failed_step_fails_its_requests_and_the_service_goes_on(address: str) -> None:
-    shard = FakeShard(step_seconds=0.005)
-
-    async def main(harness: Harness) -> None:
-        sinks = [harness.submit(4, 50, salt=i) for i in range(3)]
-        await harness.until(lambda: all(sink.tokens for sink in sinks))
-        shard.step_errors.append((grpc.StatusCode.INTERNAL, "the device fell over"))
-        for sink in sinks:
-            await sink.over.wait()
-            assert isinstance(sink.error, GenerationError)
-            assert "Request failed during generation: Server error: the device fell over" in str(sink.error)
-        after = harness.submit(6, 3)
-        await after.over.wait()
-        assert after.tokens == expected(6, 3)
-        assert shard.num_clears == 1
-        await harness.until_idle(64)
-        failures = [harness.value("tgi_batch_inference_failure", method=m) for m in ("prefill", "decode")]
-        assert sum(failures) == 1
-
-    _settle(address, shard, main)
-
-
-def test_a_sequence_that_fails_by_itself_takes_nobody_with_it(address: str) -> None:
-    shard = FakeShard()
-    shard.sequence_error = lambda sequence: "poisoned" if sequence.token_ids[0] == 13 else None
-
-    async def main(harness: Harness) -> None:
-        bad, good = harness.submit(4, 5, salt=10), harness.submit(4, 5, salt=0)
-        await bad.over.wait()
-        await good.over.wait()
-        assert isinstance(bad.error, GenerationError) and "poisoned" in str(bad.error)
-        assert good.tokens == expected(4, 5)
-        await harness.until_idle(64)
-
-    _settle(address, shard, main)
+    settle(address, shard, main, max_total_tokens=100, **settings)
 
 
 def test_a_lost_shard_fails_what_ran_and_keeps_what_waits(address: str) -> None:
@@ -169,7 +61,7 @@ def test_a_lost_shard_fails_what_ran_and_keeps_what_waits(address: str) -> None:
             assert isinstance(running.error, Unavailable)
             await harness.until(lambda: harness.batcher.state is ShardState.CONNECTING)
             assert harness.value("headrace_shard_up") == 0
-            harness.check_levels(running=0, waiting=1, used=0, free=64)
+            harness.check_levels(running=0, waiting=1, used=0, num_blocks=64)
             late = harness.submit(7, 3)
             async with serving(shard := FakeShard(num_blocks=32), address):
                 for sink, length in ((waiting, (6, 5)), (late, (7, 3))):
@@ -228,7 +120,7 @@ def test_another_process_behind_the_address_is_noticed_while_idle(address: str) 
         await sink.over.wait()
         assert sink.tokens == expected(6, 5)
 
-    _settle(address, shard, main)
+    settle(address, shard, main)
 
 
 def test_a_frozen_shard_is_given_up(address: str) -> None:
@@ -243,7 +135,7 @@ def test_a_frozen_shard_is_given_up(address: str) -> None:
         shard.gate.set()
         await harness.until(lambda: len(shard.warmups) == 2)
 
-    _settle(address, shard, main, shard_timeout=0.2)
+    settle(address, shard, main, shard_timeout=0.2)
 
 
 @pytest.mark.parametrize("kill", [signal.SIGKILL, signal.SIGSTOP])
@@ -323,7 +215,7 @@ def test_a_program_that_is_no_shard_is_waited_out(
         await sink.over.wait()
         assert sink.tokens == expected(6, 5)
 
-    _settle(address, shard, main)
+    settle(address, shard, main)
     assert [record.levelname for record in caplog.records if "what is that?" in record.message] == ["ERROR"]
 
 
@@ -336,7 +228,7 @@ def test_a_step_may_take_ten_times_what_was_measured(address: str) -> None:
         await sink.over.wait()
         assert sink.tokens == expected(6, 2)
 
-    _settle(address, shard, main, shard_timeout=0.1)
+    settle(address, shard, main, shard_timeout=0.1)
 
 
 def test_a_shard_whose_device_does_not_compute_is_given_up(address: str) -> None:
@@ -351,24 +243,7 @@ def test_a_shard_whose_device_does_not_compute_is_given_up(address: str) -> None
         shard.health_error = None
         await harness.until(lambda: len(shard.warmups) == 2)
 
-    _settle(address, shard, main)
-
-
-def test_a_step_that_fails_on_a_broken_device_gives_the_shard_up(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_module, "WATCH_SECONDS", 60.0)
-    shard = FakeShard(step_seconds=0.005)
-
-    async def main(harness: Harness) -> None:
-        sink = harness.submit(6, 400)
-        await harness.until(lambda: len(sink.tokens) > 1)
-        shard.health_error = "an illegal memory access"
-        shard.step_errors.append((grpc.StatusCode.INTERNAL, "an illegal memory access"))
-        await sink.over.wait()
-        await harness.until(lambda: len(shard.warmups) == 2)
-
-    _settle(address, shard, main)
+    settle(address, shard, main)
 
 
 def test_a_shard_that_comes_back_too_small_leaves_nobody_waiting(address: str) -> None:
@@ -383,7 +258,7 @@ def test_a_shard_that_comes_back_too_small_leaves_nobody_waiting(address: str) -
                 async with asyncio.timeout(WAIT_SECONDS):
                     await waiting.over.wait()
                 assert isinstance(waiting.error, Unavailable)
-                harness.check_levels(running=0, waiting=0, used=0, free=64)
+                harness.check_levels(running=0, waiting=0, used=0, num_blocks=64)
 
     asyncio.run(run())
 
@@ -395,5 +270,53 @@ def test_a_shard_of_another_version_is_named(address: str, caplog: pytest.LogCap
     async def main(harness: Harness) -> None:
         assert harness.batcher.state is ShardState.READY
 
-    _settle(address, shard, main)
+    settle(address, shard, main)
     assert "the shard runs headrace 0.0.0" in caplog.text
+
+
+def test_no_more_wait_than_may(address: str) -> None:
+    shard = FakeShard()
+
+    async def main(harness: Harness) -> None:
+        shard.gate.clear()
+        running = harness.submit(4, 5)
+        await harness.until(lambda: running.num_starts == 1)
+        waiting = [harness.submit(10, 5, salt=salt) for salt in (1, 2)]
+        assert harness.value("headrace_queue_tokens") == 20
+        with pytest.raises(Overloaded, match="2 requests waiting, and --max-queued-requests is 2") as refusal:
+            harness.submit(10, 5)
+        assert refusal.value.retry_after_seconds == 1
+        harness.check_levels(running=1, waiting=2, used=1, num_blocks=64)
+        shard.gate.set()
+        for sink in waiting:
+            await sink.over.wait()
+        after = harness.submit(10, 5, salt=3)
+        await after.over.wait()
+        assert after.tokens == expected(10, 5, salt=3)
+
+    settle(address, shard, main, max_batch_size=1, max_queued_requests=2)
+
+
+def test_no_more_prompt_tokens_wait_than_may(address: str) -> None:
+    shard = FakeShard()
+
+    async def main(harness: Harness) -> None:
+        shard.gate.clear()
+        running = harness.submit(4, 5)
+        await harness.until(lambda: running.num_starts == 1)
+        # Who finds nobody waiting may come in, however long.
+        waiting = harness.submit(40, 5)
+        with pytest.raises(
+            Overloaded, match="40 prompt tokens waiting and 1 more asked for, and --max-queued-tokens is 30"
+        ):
+            harness.submit(1, 5)
+        assert waiting.sequence is not None
+        harness.batcher.finish(waiting.sequence, FinishReason.CANCELLED)
+        shorter = [harness.submit(15, 5, salt=salt) for salt in (1, 2)]
+        with pytest.raises(Overloaded, match="30 prompt tokens waiting"):
+            harness.submit(1, 5)
+        shard.gate.set()
+        for sink in shorter:
+            await sink.over.wait()
+
+    settle(address, shard, main, max_batch_size=1, max_queued_tokens=30)
