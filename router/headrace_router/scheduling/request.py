@@ -14,6 +14,8 @@ FINISHED  holds nothing; `finish_reason` says why
 import enum
 from dataclasses import dataclass, field
 
+from headrace_router.scheduling.blocks import Holding
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -79,7 +81,11 @@ class FinishReason(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way: what it has generated, computed and holds."""
+    """A request on its way: what it has generated, computed and holds.
+
+    Token counts are of prompt and output together. The router knows the tokens of answered steps only;
+    `num_computed` runs ahead of them, by what the steps in flight compute.
+    """
 
     id: int
     request: Request
@@ -87,19 +93,50 @@ class Sequence:
     """Seconds on the caller's clock."""
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    """Leading tokens of prompt and output whose KV is in `blocks` (or will be, by a step already sent)."""
-    blocks: list[int] = field(default_factory=list)
-    is_known: bool = False
-    """Whether the shard holds it."""
     admitted_at: float | None = None
     """When it was first admitted."""
+    num_cached: int = 0
+    """Prompt tokens that need not be computed, because the cache had them when it was first admitted."""
     num_preemptions: int = 0
     num_overtaken: int = 0
-    """Younger sequences that were admitted while this one waited for blocks."""
+    """Sequences behind it that were admitted while it waited for blocks."""
     num_replays: int = 0
     """Shards that were lost while they computed this one's prompt."""
     finish_reason: FinishReason | None = None
+
+    # ---- while it runs
+
+    holding: Holding | None = None
+    """Its blocks."""
+    is_known: bool = False
+    """Whether the shard holds it."""
+    num_computed: int = 0
+    """Leading tokens whose KV is in its blocks, or will be by a step already sent."""
+    num_confirmed: int = 0
+    """Of its prefill: leading tokens whose KV is in its blocks for certain, because the step was answered."""
+    num_prefill: int = 0
+    """Tokens that were known when it was admitted: its prompt and, after a preemption, its output."""
+    num_ready: int = 0
+    """While `num_computed` is below it, the next token can be computed without a look at blocks or limits. 0
+    until the prefill is scheduled to its end."""
+    last_step_id: int = -1
+    """The last step that computed a part of its prefill."""
+
+    # ---- while it waits
+
+    num_late: int = 0
+    """Steps in flight that compute it still, although it was preempted."""
+    keys: list[bytes] = field(default_factory=list)
+    """Of its whole blocks, as far as anybody asked."""
+    num_needed: int = 0
+    """Available blocks that it takes to hold all its tokens, as of step `estimated_at`."""
+    estimated_at: int = -1
+    leader: "Sequence | None" = None
+    """A running sequence that is computing the prefix this one waits for."""
+    num_common: int = 0
+    """Leading blocks that it has in common with its leader."""
+    copied_block: int | None = None
+    """A sibling's block that its first own one begins as a copy of."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,8 +145,18 @@ class Sequence:
 
     @property
     def num_pending(self) -> int:
-        """Tokens that are still to be computed before the next one can be sampled."""
-        return self.num_tokens - self.num_computed
+        """Tokens of its prefill that no step computes yet."""
+        return self.num_prefill - self.num_computed
+
+    @property
+    def num_final(self) -> int:
+        """Tokens that are computed when it has generated all it may. The last one it generates never is."""
+        return len(self.request.prompt_ids) + max(self.request.max_new_tokens, 1) - 1
+
+    @property
+    def blocks(self) -> list[int]:
+        """The blocks it holds, in the order of its tokens."""
+        return self.holding.blocks if self.holding is not None else []
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -1,0 +1,116 @@
+"""How many prompt tokens a step computes, and whose. Knows no blocks and no queue.
+
+`StepCosts`  how many may stand beside the running decodes, so that these do not stall
+`shares`     who gets how many of them
+"""
+
+from bisect import bisect_left
+from operator import attrgetter, itemgetter
+
+from headrace_router.scheduling.request import Sequence
+
+TARGET = 0.85
+"""Share of the bound that is aimed at: what is measured scatters."""
+
+SMOOTHING = 0.3
+"""Weight of the newest step. A context grows by a chunk with every step, and its cost with it."""
+
+_UNIT_COSTS = [(1, 1.0), (2, 2.0)]
+"""As many as tokens, until the measured steps say more."""
+
+_by_age = attrgetter("id")
+
+
+class StepCosts:
+    """What a step costs, from its tokens: piecewise linear through what warm-up measured, times a factor.
+
+    There is a factor for steps of decodes alone and one for those with prompts beside them. Both follow what
+    answered steps took: contexts grow, and warm-up had none.
+    """
+
+    def __init__(self, costs: tuple[tuple[int, float], ...], max_slowdown: float, min_tokens: int) -> None:
+        """`costs` are pairs (tokens, seconds) of a warm-up. A step may take `max_slowdown` times as long as one
+        of its decodes alone, 0: as long as it likes; `min_tokens` of prompts it always gets."""
+        self._max_slowdown = max_slowdown
+        self._min_tokens = min_tokens
+        points = _rising(costs)
+        self._points = points if len(points) > 1 else _UNIT_COSTS
+        factor = 1.0 if len(points) > 1 else None
+        self._decode_factor: float | None = factor
+        self._mixed_factor: float | None = factor
+
+    def observe(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
+        """A step of so many sequences and tokens took so long. Prompts alone tell nothing of those beside
+        decodes, so call it for steps with decodes only."""
+        if seconds <= 0:
+            return
+        factor = seconds / self._seconds(num_tokens)
+        if num_tokens == num_sequences:
+            self._decode_factor = _smoothed(self._decode_factor, factor)
+        else:
+            self._mixed_factor = _smoothed(self._mixed_factor, factor)
+
+    def max_prompt_tokens(self, num_decodes: int, budget: int) -> int:
+        """The most prompt tokens, up to `budget`, that a step may compute beside so many decodes."""
+        if not num_decodes or not self._max_slowdown or self._decode_factor is None:
+            return budget
+        if self._mixed_factor is None:
+            # Of two kinds of steps only one was seen; a short one of the other kind is how it is learnt.
+            return min(budget, max(self._min_tokens, num_decodes))
+        bound = TARGET * self._max_slowdown * self._decode_factor * self._seconds(num_decodes)
+        most = int(self._tokens(bound / self._mixed_factor)) - num_decodes
+        return min(budget, max(self._min_tokens, most))
+
+    def _seconds(self, num_tokens: int) -> float:
+        points = self._points
+        index = min(max(bisect_left(points, (num_tokens, 0.0)), 1), len(points) - 1)
+        (left, low), (right, high) = points[index - 1], points[index]
+        return low + (high - low) * (num_tokens - left) / (right - left)
+
+    def _tokens(self, seconds: float) -> float:
+        """The most tokens whose step takes at most so long; below the first point, less than it has."""
+        points = self._points
+        index = min(max(bisect_left(points, seconds, key=itemgetter(1)), 1), len(points) - 1)
+        (left, low), (right, high) = points[index - 1], points[index]
+        return left + (seconds - low) * (right - left) / (high - low)
+
+
+def _rising(costs: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
+    """By tokens, without points that are no dearer than one of fewer tokens, which only a measurement can be."""
+    points: list[tuple[int, float]] = []
+    for num_tokens, seconds in sorted(costs):
+        if seconds > (points[-1][1] if points else 0.0) and (not points or num_tokens > points[-1][0]):
+            points.append((num_tokens, seconds))
+    return points
+
+
+def _smoothed(old: float | None, new: float) -> float:
+    return new if old is None else old + SMOOTHING * (new - old)
+
+
+def shares(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:
+    """Who computes how many prompt tokens, at least one each, in the order in which blocks are given out.
+
+    The oldest is sure of half of them, or of an eighth beside prompts of better priority, so that nobody
+    starves; the rest goes to whoever has least left to compute, among those of the best priority first
+    (shortest remaining processing time), so that a short prompt never stands behind a long one.
+    """
+    if not prompts or budget <= 0:
+        return []
+    oldest = min(prompts, key=_by_age)
+    is_best = oldest.request.priority == min(sequence.request.priority for sequence in prompts)
+    oldest_share = min(oldest.num_pending, -(-budget // (2 if is_best else 8)))
+    budget -= oldest_share
+    others: list[tuple[Sequence, int]] = []
+    for sequence in sorted(prompts, key=_by_remaining):
+        if budget == 0:
+            break
+        if sequence is not oldest:
+            share = min(sequence.num_pending, budget)
+            budget -= share
+            others.append((sequence, share))
+    return [(oldest, min(oldest_share + budget, oldest.num_pending)), *others]
+
+
+def _by_remaining(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.request.priority, sequence.num_pending, sequence.id
