@@ -201,7 +201,8 @@ def _run(arguments: argparse.Namespace, console: Console) -> list[tuple[str, str
         with Progress(*columns, console=console, transient=True, refresh_per_second=2) as progress:
             results = _replay(arguments, machine, gpu, trace, progress)
         title = f"{trace.name}, {len(trace.arrivals):,} requests; {about}"
-        console.print(table(title, [(policy, values) for policy, _, values in results]))
+        console.print(title, style="bold", highlight=False, soft_wrap=True)
+        console.print(table([(policy, values) for policy, _, values in results]))
         if arguments.plot is not None:
             plot.draw(arguments.plot, title, [(policy, record) for policy, record, _ in results])
         collected += [(trace.name, policy, values) for policy, _, values in results]

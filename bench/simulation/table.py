@@ -60,9 +60,9 @@ _SECTIONS: tuple[tuple[tuple[str, str, _Read], ...], ...] = (
 )
 
 
-def table(trace: str, results: Sequence[tuple[str, Figures]]) -> Table:
+def table(results: Sequence[tuple[str, Figures]]) -> Table:
     """A row for each figure, a column for each policy; all but the first also as a multiple of the first."""
-    made = Table(title=trace, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title_justify="left")
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column("", no_wrap=True)
     for index, (policy, _) in enumerate(results):
         made.add_column(policy.replace(":", "\n").replace(",", "\n"), justify="right", no_wrap=True)
