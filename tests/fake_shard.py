@@ -11,6 +11,7 @@ As a process:      python -m tests.fake_shard --address unix:///tmp/x --step-sec
 
 import argparse
 import asyncio
+import bisect
 import contextlib
 import itertools
 import uuid
@@ -104,7 +105,9 @@ class FakeShard(ShardServicer):
         self.sequences: dict[int, FakeSequence] = {}
         self.warmups: list[pb.WarmupRequest] = []
         self.steps: list[pb.StepRequest] = []
-        """As they arrived."""
+        """Those that have arrived, in the order of their ids after every warm-up."""
+        self._num_steps_before = 0
+        """How many of them came before the last warm-up."""
         self.num_in_flight = 0
         """Steps that have arrived and are not answered."""
         self.violations: list[str] = []
@@ -149,6 +152,7 @@ class FakeShard(ShardServicer):
         self._failed.clear()
         self._cache = FakeCache(num_blocks, self.block_size)
         self._next_id = 0
+        self._num_steps_before = len(self.steps)
         return pb.WarmupResponse(
             num_blocks=num_blocks,
             block_bytes=1024,
@@ -179,7 +183,8 @@ class FakeShard(ShardServicer):
     # ---- a step
 
     async def _step(self, request: pb.StepRequest, context: Any, *, is_decode: bool) -> pb.StepResponse:
-        self.steps.append(request)
+        # A short message may come before a long one that was sent earlier.
+        bisect.insort(self.steps, request, lo=self._num_steps_before, key=lambda step: step.step_id)
         self.num_in_flight += 1
         cache = self._cache
         try:

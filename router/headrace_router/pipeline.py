@@ -165,13 +165,10 @@ class Pipeline:
         )
 
     async def _recover(self, step: Step, error: GenerationError) -> None:
-        """A step failed: the scheduler says who fails for it. The shard has forgotten all who were in it; if
-        it is not well otherwise, it is lost. Raises `Unavailable`."""
+        """A step failed, and the shard has forgotten all who were in it: the scheduler says who fails for it.
+        Raises `Unavailable` when the shard is not well otherwise."""
         num_sequences = counted(len(step.sequences), "sequence")
         log.error("step %d of %s failed: %s", step.id, num_sequences, error.message)
-        for sequence in self._scheduler.fail_step():
-            self._delivery.fail(sequence, GenerationError(error.message), time.monotonic())
-        self._meter.levels(self._scheduler)
         try:
             await self._client.health()
             info = await self._client.info()
@@ -179,6 +176,9 @@ class Pipeline:
             raise Unavailable(f"the shard is not well after a failed step: {further.message}") from further
         if info.instance != self._instance:
             raise Unavailable("the shard was restarted")
+        for sequence in self._scheduler.fail_step():
+            self._delivery.fail(sequence, GenerationError(error.message), time.monotonic())
+        self._meter.levels(self._scheduler)
 
     async def _idle(self) -> None:
         """Nobody has anything to compute: the shard forgets what has ended, then we wait for somebody."""

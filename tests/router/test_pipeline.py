@@ -1,4 +1,4 @@
-"""Pipeline, inside a batcher, against a scripted shard: two steps under way, chosen late; ends and cancels."""
+"""Pipeline, inside a batcher, on a scripted shard: two steps under way, chosen late; ends and cancels."""
 
 import asyncio
 import dataclasses
@@ -86,7 +86,7 @@ def test_the_next_step_leaves_before_the_answer(address: str) -> None:
 
 
 def test_an_end_that_the_next_step_did_not_know_of_costs_one_row(address: str) -> None:
-    shard = FakeShard(answer=scripted([10, 11, 2, 12, 13]))
+    shard = FakeShard(answer=scripted([10, 11, 2, 12, 13]), num_blocks=2)
     one_by_one(shard)
 
     async def main(harness: Harness) -> None:
@@ -158,11 +158,13 @@ def test_cancelling_frees_everything_within_two_steps(address: str, phase: str) 
 
 def test_a_cancel_with_two_steps_under_way(address: str) -> None:
     shard = FakeShard()
+    one_by_one(shard)
 
     async def main(harness: Harness) -> None:
         leaving, staying = harness.submit(5, 50, salt=1), harness.submit(6, 8, salt=2)
-        await harness.until(lambda: len(staying.tokens) > 0)
-        one_by_one(shard)
+        await harness.until(lambda: shard.num_in_flight == 2)
+        shard.gate.set()
+        await harness.until(lambda: bool(staying.tokens))
         await harness.until(lambda: shard.num_in_flight == 2)
         num_steps, heard = len(shard.steps), list(leaving.tokens)
         assert leaving.sequence is not None
@@ -295,11 +297,11 @@ def test_what_is_allocated_and_unused(address: str) -> None:
     one_by_one(shard)
 
     async def main(harness: Harness) -> None:
-        harness.submit(20, 1)
-        await harness.until(lambda: shard.num_in_flight == 1)
+        sink = harness.submit(20, 1)
         await harness.until(lambda: harness.value("headrace_kv_unused_slots") == 12)
         assert harness.value("headrace_kv_waste_ratio") == pytest.approx(12 / 32)
         shard.gate.set()
+        await sink.over.wait()
         await harness.until_idle(64)
 
     settle(address, shard, main)
