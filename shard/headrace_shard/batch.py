@@ -19,6 +19,7 @@ IntArray = npt.NDArray[np.int64]
 _FIRST_NUM_ROWS = 16
 _FIRST_MAX_TOKENS = 256
 _FIRST_MAX_BLOCKS = 16
+_FIRST_NUM_HOLDERS = 64
 
 
 def _grown(size: int, needed: int) -> int:
@@ -51,6 +52,8 @@ class Batch:
         """Alternatives wanted with each generated token."""
         self.num_prompt_top: IntArray = np.full(_FIRST_NUM_ROWS, -1, dtype=np.int64)
         """Alternatives wanted with each prompt token's log-probability; -1 when none of these is wanted."""
+        self._holders: IntArray = np.zeros(_FIRST_NUM_HOLDERS, dtype=np.int64)
+        """[more than any block held]: how many sequences hold each block; the last is nobody's."""
         self._free = list(range(_FIRST_NUM_ROWS - 1, -1, -1))
 
     def __len__(self) -> int:
@@ -84,8 +87,20 @@ class Batch:
     def drop(self, sequence_ids: Iterable[int]) -> int:
         """Forget sequences; unknown ids are no error. Gives how many were known."""
         rows = [row for row in (self.row_of.pop(number, None) for number in sequence_ids) if row is not None]
+        for row in rows:
+            np.subtract.at(self._holders, self.block_table[row, : self.num_blocks[row]], 1)
         self._free += rows
         return len(rows)
+
+    def blocks_of(self, sequence_ids: Iterable[int]) -> IntArray:
+        """Blocks [B] of the known ones among these sequences, end to end."""
+        rows = [row for row in map(self.row_of.get, sequence_ids) if row is not None]
+        held = [self.block_table[row, : self.num_blocks[row]] for row in rows]
+        return np.concatenate(held).astype(np.int64) if held else np.zeros(0, dtype=np.int64)
+
+    def num_holders(self, blocks: IntArray) -> IntArray:
+        """How many sequences hold each of `blocks` [B]."""
+        return self._holders.take(blocks, mode="clip")
 
     def rows(self, sequence_ids: Sequence[int]) -> IntArray:
         """Rows [S] of known sequences."""
@@ -102,6 +117,8 @@ class Batch:
         columns = np.arange(len(new_blocks)) + np.repeat(held - starts, num_new)
         self.block_table[np.repeat(rows, num_new), columns] = new_blocks
         self.num_blocks[rows] = totals
+        self._reserve_holders(int(new_blocks.max()) + 2)
+        np.add.at(self._holders, new_blocks, 1)
 
     def append(self, rows: Tensor, columns: Tensor, token_ids: Tensor) -> None:
         """Write `token_ids` [R] behind the last tokens of `rows` [R], which are at `columns` [R] - 1.
@@ -131,6 +148,13 @@ class Batch:
             grown = np.zeros((rows, _grown(size, num_blocks)), dtype=np.int32)
             grown[:, :size] = self.block_table
             self.block_table = grown
+
+    def _reserve_holders(self, count: int) -> None:
+        size = len(self._holders)
+        if count > size:
+            self._holders = np.concatenate(
+                (self._holders, np.zeros(_grown(size, count) - size, dtype=np.int64))
+            )
 
     def _grow_rows(self) -> None:
         old = len(self.num_tokens)

@@ -28,6 +28,8 @@ def from_step_request(request: pb.StepRequest, *, is_decode: bool) -> Step:
         num_tokens=_array(request.num_tokens),
         num_new_blocks=_array(request.num_new_blocks),
         new_blocks=_array(request.new_blocks),
+        copied_from=_array(request.copied_from),
+        copied_to=_array(request.copied_to),
     )
 
 

@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
 import torch
 
-from headrace_shard.batch import Batch
-from headrace_shard.errors import DeviceLost, NotWarm, OutOfMemory, ShardError
+from headrace_shard.batch import Batch, IntArray
+from headrace_shard.errors import DeviceLost, InvalidStep, NotWarm, OutOfMemory, ShardError
 from headrace_shard.kv_cache import KVCache, block_bytes
 from headrace_shard.loading import LoadedModel
 from headrace_shard.machine import is_lost
@@ -30,7 +31,14 @@ from headrace_shard.sampling.sampler import SamplingBatch, sample
 from headrace_shard.sampling.state import PenaltyTable, SequenceSampling
 from headrace_shard.step import NewSequence, Step, StepResult
 from headrace_shard.validation import StepLimits, check, check_lengths
-from headrace_shard.warmup import CacheBudget, Capacity, largest_step, longest_decode, num_blocks_for
+from headrace_shard.warmup import (
+    CacheBudget,
+    Capacity,
+    largest_step,
+    longest_decode,
+    num_blocks_for,
+    step_costs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,27 +87,23 @@ class Engine:
         limits = StepLimits(
             vocab_size=loaded.config.vocab_size,
             max_positions=loaded.config.max_positions,
-            num_blocks=len(step.new_blocks),
+            num_blocks=len(step.new_blocks) + 1,
             max_step_tokens=max_step_tokens,
             max_step_sequences=max_step_sequences,
         )
-        # Until the end only the temporary cache is there: if this fails, the shard is not warm.
+        # Until the end only a temporary cache is there: if this fails, the shard is not warm.
         self._limits = None
         self._forget_all()
-        self._bind_cache(len(step.new_blocks))
+        self._bind_cache(1)
+        self._bind_cache(limits.num_blocks)
         budget = CacheBudget(loaded.device, self._kv_cache_memory, self._cuda_memory_fraction)
-        measured = self._rehearse(step, limits)
-        if loaded.device.type == "cuda":  # the memory of a CPU is not measured, only asked for
-            self._rehearse(
-                longest_decode(
-                    max_step_sequences=min(max_step_sequences, max_step_tokens),
-                    max_context_len=min(max_total_tokens or limits.max_positions, limits.max_positions),
-                    vocab_size=limits.vocab_size,
-                    block_size=block_size,
-                    num_blocks=limits.num_blocks,
-                ),
-                limits,
-            )
+        self._limits = limits
+        try:
+            seconds, costs = self._rehearse(step, limits, max_total_tokens)
+        finally:
+            self._limits = None
+            self._forget_all()
+        self._bind_cache(1)
         num_bytes = block_bytes(loaded.config, loaded.backend, loaded.dtype)
         available = budget.available_bytes()
         num_blocks = num_blocks_for(
@@ -114,38 +118,62 @@ class Engine:
         return Capacity(
             num_blocks=num_blocks,
             block_bytes=num_bytes,
-            step_seconds=measured.total_seconds,
+            step_seconds=seconds,
             available_bytes=available,
+            step_costs=costs,
         )
 
-    def _rehearse(self, step: Step, limits: StepLimits) -> StepResult:
-        """Execute a step on the temporary cache, and forget it."""
-        self._limits = limits
-        try:
-            result = self.step(step)
-        finally:
-            self._limits = None
-            self._forget_all()
+    def _rehearse(
+        self, step: Step, limits: StepLimits, max_total_tokens: int
+    ) -> tuple[float, tuple[tuple[int, float], ...]]:
+        """Execute the largest step and others; gives its seconds, and what smaller ones cost."""
+        loaded = self._loaded
+        result = self.step(step)
         if result.errors:
             logger.warning("warm-up: %s", result.errors[0][1])
-        return result
+        self.clear()
+        costs = step_costs(
+            self.step,
+            max_step_tokens=int(step.num_tokens.sum()),
+            max_positions=limits.max_positions,
+            vocab_size=limits.vocab_size,
+            block_size=loaded.backend.block_size,
+            largest=result,
+        )
+        self.clear()
+        if loaded.device.type == "cuda":  # the memory of a CPU is not measured, only asked for
+            self.step(
+                longest_decode(
+                    max_step_sequences=min(limits.max_step_sequences, limits.max_step_tokens),
+                    max_context_len=min(max_total_tokens or limits.max_positions, limits.max_positions),
+                    vocab_size=limits.vocab_size,
+                    block_size=loaded.backend.block_size,
+                    num_blocks=limits.num_blocks,
+                )
+            )
+        return result.total_seconds, costs
 
     @torch.inference_mode()
     def step(self, step: Step) -> StepResult:
         """Execute a step. A new sequence that cannot be taken in is one of the result's errors.
 
-        Raises InvalidStep or NotWarm with nothing changed. Raises OutOfMemory or ShardError when the
-        computation fails; then the step's sequences are dropped, all others unharmed. Raises DeviceLost when
-        there can be no other step.
+        Raises InvalidStep or NotWarm with nothing changed, but that sequences which are dropped and not
+        scheduled again are forgotten. Raises OutOfMemory or ShardError when the computation fails; then the
+        step's sequences are dropped, all others unharmed. Raises DeviceLost when there can be no other step.
         """
         started = time.perf_counter()
         if self._limits is None:
             raise NotWarm("the shard has no KV cache; call Warmup first")
         result = StepResult(idle_seconds=started - self._ended if self._ended is not None else 0.0)
-        check_lengths(step)
-        if self._failed:
-            step = self._report_failed(step, result)
-        refused = check(step, self._batch, self._limits)
+        try:
+            check_lengths(step)
+            if self._failed:
+                step = self._report_failed(step, result)
+            refused = check(step, self._batch, self._limits)
+        except InvalidStep:
+            # The router will not name them again.
+            self.drop(set(step.dropped_ids).difference(step.ids))
+            raise
         try:
             if refused:
                 step = step.without(refused)
@@ -153,6 +181,8 @@ class Engine:
             self._fail(refused, result)
             for sequence in step.new_sequences:
                 self._add(sequence)
+            if len(step.copied_to):
+                self._copy_blocks(step.copied_from, step.copied_to)
             if step.ids:
                 self._execute(step, result)
         except Exception as error:  # the edge of one step: whatever went wrong in it, the shard lives
@@ -208,6 +238,10 @@ class Engine:
             sequence.token_ids[sequence.num_prompt_tokens :],
             self._penalties,
         )
+
+    def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        copied = torch.from_numpy(np.stack((sources, targets))).to(self._loaded.device)
+        self._cache.copy_blocks(copied[0], copied[1])
 
     def _execute(self, step: Step, result: StepResult) -> None:
         batch, runner = self._batch, self._runner
@@ -271,10 +305,9 @@ class Engine:
         return ShardError(f"{what} failed: {type(error).__name__}: {error}")
 
     def _bind_cache(self, num_blocks: int) -> None:
-        """Give the model a new cache; the old one is freed before."""
+        """Give the model a new cache, then free the old one."""
         loaded = self._loaded
-        for size in (1, num_blocks):
-            cache = KVCache(loaded.config, size, loaded.backend, loaded.dtype, loaded.device)
-            loaded.model.bind_cache(cache)
+        self._cache = KVCache(loaded.config, num_blocks, loaded.backend, loaded.dtype, loaded.device)
+        loaded.model.bind_cache(self._cache)
         if loaded.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -17,7 +17,7 @@ class CacheLayout(Protocol):
     """What the cache asks of an attention backend."""
 
     def cache_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one layer's keys, and of its values."""
+        """Shape of one layer's keys, and of its values; blocks are its first dimension."""
         ...
 
 
@@ -58,6 +58,14 @@ class KVCache:
                 f"no memory on {device} for a KV cache of {num_blocks} blocks ({num_bytes / 2**30:.2f} GiB); "
                 "lower --kv-cache-memory or --max-batch-total-tokens"
             ) from error
+
+    def copy_blocks(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy all layers' keys and values of blocks `sources` [C] int64 to blocks `targets` [C] int64.
+
+        No block is a target twice, or both a source and a target. Does not wait for a GPU.
+        """
+        for tensor in (*self.keys, *self.values):
+            tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

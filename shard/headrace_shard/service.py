@@ -134,6 +134,10 @@ class ShardService(ShardServicer):
             block_bytes=capacity.block_bytes,
             step_seconds=capacity.step_seconds,
             available_bytes=capacity.available_bytes,
+            step_costs=[
+                pb.StepCost(num_tokens=num_tokens, seconds=seconds)
+                for num_tokens, seconds in capacity.step_costs
+            ],
         )
 
     async def _execute(

@@ -43,6 +43,10 @@ class Step:
     """[S]: how many of `new_blocks` each sequence gains, in the order of `ids`."""
     new_blocks: IntArray
     """[B]."""
+    copied_from: IntArray
+    """[C]: blocks that are copied before anything is computed."""
+    copied_to: IntArray
+    """[C]: where each of them is copied to."""
 
     def without(self, ids: Container[int]) -> "Step":
         """The same step, with these sequences neither brought nor scheduled."""

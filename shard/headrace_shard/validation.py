@@ -34,6 +34,11 @@ def check_lengths(step: Step) -> None:
             f"ids, num_tokens and num_new_blocks must be of one length, got {len(step.ids)}, "
             f"{len(step.num_tokens)} and {len(step.num_new_blocks)}"
         )
+    if len(step.copied_from) != len(step.copied_to):
+        raise InvalidStep(
+            "copied_from and copied_to must be of one length, "
+            f"got {len(step.copied_from)} and {len(step.copied_to)}"
+        )
     granted = int(step.num_new_blocks.sum())
     if granted != len(step.new_blocks):
         raise InvalidStep(f"num_new_blocks adds up to {granted}, but new_blocks has {len(step.new_blocks)}")
@@ -59,10 +64,13 @@ def check(step: Step, batch: Batch, limits: StepLimits) -> dict[int, str]:
             refused[sequence.id] = fault
     if refused:
         step = step.without(refused)
-    if step.ids:
+    if len(step.copied_to):
+        _check_copies(step, limits)
+    if step.ids or len(step.copied_to):
         held = _Held(step, batch, arriving)
         _check_counts(step, held, limits)
         _check_blocks(step, held, batch.block_size, limits)
+        _check_writes(step, held, batch)
     return refused
 
 
@@ -75,6 +83,7 @@ class _Held:
             [0 if arriving and number in arriving else batch.row_of[number] for number in step.ids],
             dtype=np.int64,
         )
+        self.rows: IntArray = rows
         self.num_tokens: IntArray = batch.num_tokens[rows]
         self.num_computed: IntArray = batch.num_computed[rows]
         self.num_blocks: IntArray = batch.num_blocks[rows]
@@ -161,11 +170,64 @@ def _check_counts(step: Step, held: _Held, limits: StepLimits) -> None:
         )
 
 
-def _check_blocks(step: Step, held: _Held, block_size: int, limits: StepLimits) -> None:
-    if len(step.new_blocks) and int(step.new_blocks.max()) >= limits.num_blocks:
+def _check_exist(blocks: IntArray, limits: StepLimits) -> None:
+    if len(blocks) and int(blocks.max()) >= limits.num_blocks:
+        raise InvalidStep(f"block {int(blocks.max())} does not exist; there are {limits.num_blocks}, from 0")
+
+
+def _check_copies(step: Step, limits: StepLimits) -> None:
+    """All copies are made at once, so none may depend on another."""
+    _check_exist(np.concatenate((step.copied_from, step.copied_to)), limits)
+    targets, counts = np.unique(step.copied_to, return_counts=True)
+    if len(targets) < len(step.copied_to):
+        raise InvalidStep(f"block {targets[counts.argmax()]} is copied to twice in one step")
+    both = np.intersect1d(step.copied_from, targets)
+    if len(both):
+        raise InvalidStep(f"block {both[0]} is copied both from and to in one step")
+
+
+def _check_writes(step: Step, held: _Held, batch: Batch) -> None:
+    """What several sequences hold, all of them read; nobody may write to it."""
+    written = np.concatenate((_written_blocks(step, held, batch), step.copied_to))
+    holders = batch.num_holders(written) + _times(written, step.new_blocks)
+    if holders.max() > 1 and step.dropped_ids:
+        holders -= _times(written, batch.blocks_of(step.dropped_ids))
+    index = _first(holders > 1)
+    if index is not None:
         raise InvalidStep(
-            f"block {int(step.new_blocks.max())} does not exist; there are {limits.num_blocks}, from 0"
+            f"block {written[index]} would be written to, but {holders[index]} sequences hold it; "
+            "share only blocks that are computed, and copy one that is to be continued"
         )
+
+
+def _written_blocks(step: Step, held: _Held, batch: Batch) -> IntArray:
+    """[W]: blocks that the step's tokens go to, sequence by sequence."""
+    block_size = batch.block_size
+    first = held.num_computed // block_size
+    counts = (held.num_computed + step.num_tokens - 1) // block_size + 1 - first
+    places = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
+    # Counted from the first block that is new; those before it are in the table.
+    beyond = places - np.repeat(held.num_blocks, counts)
+    is_new = beyond >= 0
+    if not is_new.any():
+        written: IntArray = batch.block_table[np.repeat(held.rows, counts), places].astype(np.int64)
+        return written
+    written = np.empty(len(places), dtype=np.int64)
+    is_old = ~is_new
+    written[is_old] = batch.block_table[np.repeat(held.rows, counts)[is_old], places[is_old]]
+    starts = np.cumsum(step.num_new_blocks) - step.num_new_blocks
+    written[is_new] = step.new_blocks[(np.repeat(starts, counts) + beyond)[is_new]]
+    return written
+
+
+def _times(blocks: IntArray, among: IntArray) -> IntArray:
+    """How often each of `blocks` [W] is in `among`."""
+    ordered = np.sort(among)
+    return np.searchsorted(ordered, blocks, "right") - np.searchsorted(ordered, blocks, "left")
+
+
+def _check_blocks(step: Step, held: _Held, block_size: int, limits: StepLimits) -> None:
+    _check_exist(step.new_blocks, limits)
     owned = held.num_blocks + step.num_new_blocks
     needed = held.num_computed + step.num_tokens
     index = _first(owned * block_size < needed)

@@ -38,13 +38,17 @@ def test_step_is_as_large_as_the_limits_allow(
 )
 def test_longest_decode_looks_back_at_what_fits_its_tokens(max_context_len: int, num_sequences: int) -> None:
     step = longest_decode(
-        max_step_sequences=32, max_context_len=max_context_len, vocab_size=50, block_size=16, num_blocks=3
+        max_step_sequences=32, max_context_len=max_context_len, vocab_size=50, block_size=16, num_blocks=33
     )
     assert [len(sequence.token_ids) for sequence in step.new_sequences] == [max_context_len] * num_sequences
     assert all(sequence.num_computed_tokens == max_context_len - 1 for sequence in step.new_sequences)
     assert step.num_tokens.tolist() == [1] * num_sequences
     assert step.num_new_blocks.sum() == len(step.new_blocks) == num_sequences * -(-max_context_len // 16)
-    assert max(step.new_blocks) < 3
+    assert max(step.new_blocks) < 33
+    # Nobody else holds the block that is written to.
+    tables = step.new_blocks.reshape(num_sequences, -1)
+    assert not set(tables[:, -1]) & set(tables[:, :-1].flat)
+    assert len(set(tables[:, -1])) == num_sequences
 
 
 def test_longest_decode_can_be_executed(engine: Engine) -> None:
