@@ -13,6 +13,8 @@ from headrace_shard.attention.base import AttentionBackend, pick
 from headrace_shard.checkpoint.config import ModelConfig, load_config
 from headrace_shard.config import ShardSettings
 from headrace_shard.errors import StartError, UnsupportedDevice
+from headrace_shard.kernels import build
+from headrace_shard.kernels.dense import DenseKernels
 from headrace_shard.machine import available_host_bytes, num_usable_cores, spelled
 from headrace_shard.models import NETWORKS, CausalLM, load_model
 
@@ -44,12 +46,15 @@ def load(folder: Path, settings: ShardSettings) -> LoadedModel:
     num_threads = settings.num_threads or num_usable_cores()
     torch.set_num_threads(num_threads)
     _check_room(folder, config, dtype, device)
-    model = load_model(folder, config, dtype, device, backend)
+    kernels = DenseKernels(build.for_machine(settings.cxx)) if backend.name == "cpu" else None
+    model = load_model(folder, config, dtype, device, backend, kernels)
     weight_bytes = sum(tensor.nbytes for tensor in model.parameters())
     seconds = time.perf_counter() - started
     notes = [device_note, dtype_note, attention_note]
     if device.type == "cpu":
         why = "as asked" if settings.num_threads else "the cores this process may use"
+        layers = "native kernels" if kernels is not None else "plain torch"
+        notes.append(f"layers: {layers}, as the attention")
         notes.append(f"threads: {num_threads}, {why}")
     notes.append(f"weights: {spelled(weight_bytes)}, read in {seconds:.1f} s")
     return LoadedModel(

@@ -13,7 +13,7 @@ from headrace_shard.kernels.paged import PagedKernels
 
 def create(settings: ShardSettings) -> "CpuBackend":
     """Builds the kernels at first use. Raises KernelUnavailable when there is no compiler or it fails."""
-    return CpuBackend(PagedKernels(build.load(build.user_cache(), settings.cxx)))
+    return CpuBackend(PagedKernels(build.for_machine(settings.cxx)))
 
 
 class CpuBackend:

@@ -5,6 +5,7 @@ and OpenMP runtime. A finished library is renamed into place, so any number of p
 """
 
 import ctypes
+import functools
 import hashlib
 import logging
 import platform
@@ -50,6 +51,12 @@ def user_cache() -> Path | None:
         return Path.home() / ".cache" / "headrace" / "kernels"
     except RuntimeError:
         return None
+
+
+@functools.cache
+def for_machine(cxx: str) -> ctypes.CDLL:
+    """The library for this machine and process, loaded once; as `load` with the user's cache."""
+    return load(user_cache(), cxx)
 
 
 def load(cache: Path | None, cxx: str, architecture: str = "native") -> ctypes.CDLL:
@@ -132,7 +139,7 @@ def _build(compiler: list[str], flags: tuple[str, ...], runtime: Path | None, ta
     _logger.info("building the CPU kernels with %s: some seconds, at the first start only", compiler[0])
     started = time.monotonic()
     libraries = [str(runtime)] if runtime is not None else []
-    _run([*compiler, *flags, "-o", str(target), str(_SOURCES / "kernels.cpp"), *libraries])
+    _run([*compiler, *flags, "-o", str(target), *map(str, sorted(_SOURCES.glob("*.cpp"))), *libraries])
     _logger.info("built the CPU kernels in %.1f s", time.monotonic() - started)
 
 

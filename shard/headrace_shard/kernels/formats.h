@@ -1,6 +1,6 @@
 // Number formats: how a row of float32, bfloat16 or float16 becomes floats and back.
 //
-// Knows bit patterns; knows nothing of attention. Rounding is to nearest even, NaN stays NaN.
+// Knows bit patterns; knows nothing of layers. Rounding is to nearest even, NaN stays NaN.
 #pragma once
 
 #include "vectors.h"
@@ -69,5 +69,22 @@ struct Float16 {
     }
 #endif
 };
+
+// The first `count` numbers, zeros behind; `count` is at most kWidth.
+template <class Storage>
+inline Floats load_some(const typename Storage::Element* source, int count) {
+    if (count == kWidth) return Storage::load(source);
+    typename Storage::Element numbers[kWidth] = {};
+    std::memcpy(numbers, source, count * sizeof *numbers);
+    return Storage::load(numbers);
+}
+
+template <class Storage>
+inline void store_some(typename Storage::Element* target, Floats values, int count) {
+    if (count == kWidth) return Storage::store(target, values);
+    typename Storage::Element numbers[kWidth];
+    Storage::store(numbers, values);
+    std::memcpy(target, numbers, count * sizeof *numbers);
+}
 
 }  // namespace headrace

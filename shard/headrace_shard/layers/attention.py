@@ -1,14 +1,15 @@
 """Self-attention over the paged cache, for any backend. The only layer that reads `ForwardInputs`."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace_shard.attention.base import AttentionBackend
 from headrace_shard.inputs import ForwardInputs
 from headrace_shard.layers.linear import Linear
+from headrace_shard.layers.native import NativeLayer
 from headrace_shard.layers.rotary import Rotation, rotate
 
 
-class Attention(nn.Module):
+class Attention(NativeLayer):
     """Grouped-query attention (Ainslie et al. 2023); query, key and value as one product.
 
     Must be given a backend and this layer's cache with `bind` before it can run.
@@ -41,14 +42,18 @@ class Attention(nn.Module):
         """Use this backend and these tensors of its layout from now on."""
         self.backend, self.key_cache, self.value_cache = backend, key_cache, value_cache
 
-    def forward(self, hidden: Tensor, rotation: Rotation, inputs: ForwardInputs) -> Tensor:
-        """[T, hidden_size] to [T, hidden_size]; writes the tokens' keys and values to the cache."""
+    def forward(self, hidden: Tensor, rotation: Rotation, inputs: ForwardInputs, residual: Tensor) -> Tensor:
+        """[T, hidden_size] to [T, hidden_size], added to `residual`; writes the tokens' keys and values."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         num_turned = self.num_heads + self.num_kv_heads
         # Queries and keys lie side by side, so one rotation turns both.
-        turned = rotate(heads[:, :num_turned], rotation)
+        turned = heads[:, :num_turned]
+        if self.kernels is not None:
+            self.kernels.rotate(turned, rotation.cos, rotation.sin)
+        else:
+            turned = rotate(turned, rotation)
         queries, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]
         self.backend.write(keys, heads[:, num_turned:], self.key_cache, self.value_cache, inputs.slots)
         mixed = self.backend.attend(queries, self.key_cache, self.value_cache, inputs, self.scale)
-        output: Tensor = self.o_proj(mixed.reshape(len(hidden), -1))
+        output: Tensor = self.o_proj(mixed.reshape(len(hidden), -1), residual)
         return output

@@ -1,9 +1,8 @@
 """The feed-forward part of a block."""
 
 from torch import Tensor, nn
-from torch.nn.functional import silu
 
-from headrace_shard.layers.linear import Linear
+from headrace_shard.layers.linear import GatedLinear, Linear
 
 
 class GatedMLP(nn.Module):
@@ -11,11 +10,10 @@ class GatedMLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, has_bias: bool) -> None:
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, intermediate_size, intermediate_size, has_bias=has_bias)
+        self.gate_up_proj = GatedLinear(hidden_size, intermediate_size, has_bias=has_bias)
         self.down_proj = Linear(intermediate_size, hidden_size, has_bias=has_bias)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """[T, hidden_size] to [T, hidden_size]."""
-        gate, up = self.gate_up_proj.split(self.gate_up_proj(hidden))
-        product: Tensor = self.down_proj(silu(gate) * up)
-        return product
+    def forward(self, hidden: Tensor, residual: Tensor) -> Tensor:
+        """[T, hidden_size] to [T, hidden_size], added to `residual`."""
+        output: Tensor = self.down_proj(self.gate_up_proj(hidden), residual)
+        return output

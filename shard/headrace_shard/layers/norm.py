@@ -4,8 +4,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from headrace_shard.layers.native import NativeLayer
 
-class RMSNorm(nn.Module):
+
+class RMSNorm(NativeLayer):
     """x / rms(x) * weight, computed in float32 whatever the dtype of x, and rounded once."""
 
     def __init__(self, size: int, eps: float) -> None:
@@ -15,4 +17,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[T, size] to [T, size]."""
+        if self.kernels is not None:
+            return self.kernels.normalise(hidden, self.weight, self.eps)
         return rms_norm(hidden, self.weight.shape, self.weight, self.eps)

@@ -10,7 +10,9 @@ from headrace_shard.attention.base import AttentionBackend
 from headrace_shard.checkpoint.config import ModelConfig
 from headrace_shard.checkpoint.weights import Checkpoint, listed
 from headrace_shard.errors import CheckpointError, OutOfMemory
+from headrace_shard.kernels.dense import DenseKernels
 from headrace_shard.layers.linear import Linear
+from headrace_shard.layers.native import NativeLayer
 from headrace_shard.models.base import CausalLM
 
 __all__ = ["NETWORKS", "CausalLM", "load_model"]
@@ -24,9 +26,16 @@ NETWORKS = {
 
 
 def load_model(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, backend: AttentionBackend
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend: AttentionBackend,
+    kernels: DenseKernels | None = None,
 ) -> CausalLM:
     """The network of `config` with the weights of `folder`, converted to `dtype`, on `device`.
+
+    With `kernels` its layers compute with them, else in plain torch.
 
     It still needs a cache (`bind_cache`). Raises CheckpointError when tensors are missing, superfluous or of
     another shape, OutOfMemory when the device cannot hold them.
@@ -41,6 +50,11 @@ def load_model(
     except RuntimeError as error:
         raise OutOfMemory(f"no memory on {device} for the weights of {folder} in {dtype}") from error
     _fill(model, checkpoint, is_tied=config.tie_word_embeddings)
+    if kernels is not None:
+        # Layer by layer, so that no more than one weight is there twice.
+        for layer in model.modules():
+            if isinstance(layer, NativeLayer):
+                layer.use(kernels)
     model.backend = backend
     return model.eval()
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from headrace_shard.checkpoint.config import ModelConfig
 from headrace_shard.inputs import ForwardInputs
 from headrace_shard.layers.attention import Attention
-from headrace_shard.layers.embedding import Embedding, OutputLayer
+from headrace_shard.layers.embedding import Embedding, output_layer
 from headrace_shard.layers.mlp import GatedMLP
 from headrace_shard.layers.norm import RMSNorm
 from headrace_shard.layers.rotary import RotaryEmbedding, Rotation
@@ -33,8 +33,8 @@ class LlamaBlock(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, inputs: ForwardInputs) -> Tensor:
         """[T, hidden_size] to [T, hidden_size]."""
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, inputs)
-        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        hidden = self.self_attn(self.input_layernorm(hidden), rotation, inputs, hidden)
+        output: Tensor = self.mlp(self.post_attention_layernorm(hidden), hidden)
         return output
 
 
@@ -73,7 +73,7 @@ class LlamaForCausalLM(CausalLM):
         super().__init__()
         self.model = LlamaModel(config)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = OutputLayer(config.vocab_size, config.hidden_size, tied_to)
+        self.lm_head = output_layer(config.vocab_size, config.hidden_size, tied_to)
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [T, hidden_size] after the last norm."""

@@ -1,5 +1,6 @@
 """Kernels built once per run into a folder of their own, and a thread count that is put back."""
 
+import ctypes
 import platform
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -9,16 +10,27 @@ import pytest
 import torch
 from headrace_shard.config import ShardSettings
 from headrace_shard.kernels import build
+from headrace_shard.kernels.dense import DenseKernels
 from headrace_shard.kernels.paged import PagedKernels
 
 X86 = platform.machine() == "x86_64"
 
 
 @pytest.fixture(scope="session")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PagedKernels]:
-    """Kernels for an architecture, built when first asked for."""
+def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+    """The kernels for an architecture, built when first asked for."""
     folder: Path = tmp_path_factory.mktemp("kernels")
-    return cache(lambda architecture: PagedKernels(build.load(folder, ShardSettings.cxx, architecture)))
+    return cache(lambda architecture: build.load(folder, ShardSettings.cxx, architecture))
+
+
+@pytest.fixture(scope="session")
+def built(library: Callable[[str], ctypes.CDLL]) -> Callable[[str], PagedKernels]:
+    return cache(lambda architecture: PagedKernels(library(architecture)))
+
+
+@pytest.fixture(scope="session")
+def built_dense(library: Callable[[str], ctypes.CDLL]) -> Callable[[str], DenseKernels]:
+    return cache(lambda architecture: DenseKernels(library(architecture)))
 
 
 @pytest.fixture(
@@ -29,15 +41,31 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PagedKern
         pytest.param("x86-64-v3", marks=[pytest.mark.slow, pytest.mark.skipif(not X86, reason="needs x86")]),
     ]
 )
-def any_kernels(built: Callable[[str], PagedKernels], request: pytest.FixtureRequest) -> PagedKernels:
-    if request.param == "x86-64-v3" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+def architecture(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "x86-64-v3" and torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         pytest.skip("needs AVX2")
-    return built(request.param)
+    return name
+
+
+@pytest.fixture
+def any_kernels(built: Callable[[str], PagedKernels], architecture: str) -> PagedKernels:
+    return built(architecture)
+
+
+@pytest.fixture
+def any_dense(built_dense: Callable[[str], DenseKernels], architecture: str) -> DenseKernels:
+    return built_dense(architecture)
 
 
 @pytest.fixture
 def kernels(built: Callable[[str], PagedKernels]) -> PagedKernels:
     return built("native")
+
+
+@pytest.fixture
+def dense(built_dense: Callable[[str], DenseKernels]) -> DenseKernels:
+    return built_dense("native")
 
 
 @pytest.fixture

@@ -1,0 +1,158 @@
+"""Calls the kernels around attention on tensors. Knows the C interface of dense.cpp; knows no models."""
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+# fmt: off
+_MULTIPLY: list[Any] = [
+    _int, _pointer, _int64, _pointer, _pointer, _pointer, _pointer,
+    # format; x, its stride; weight, bias, addend, y
+    _int64, _int64, _int64, _int, _int,  # rows, depth, results, is_gated, threads
+]
+_NORMALISE: list[Any] = [
+    _int, _pointer, _int64, _pointer, _pointer,  # format, x, stride, weight, y
+    _int64, _int64, ctypes.c_float, _int,  # rows, size, epsilon, threads
+]
+_ROTATE: list[Any] = [
+    _int, _pointer, _int64, _int64, _int, _int,  # format, heads, stride, tokens, heads per token, head_dim
+    _pointer, _pointer, _int,  # cosines, sines, threads
+]
+# fmt: on
+
+
+class DenseKernels:
+    """Products with packed weights and what stands beside them, in float32, bfloat16 or float16.
+
+    Sums are float32 and results are rounded once. A row's result depends on that row alone: on no other row
+    of the call and on no number of threads. All tensors lie on the CPU, their last dimension contiguous.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._panel_columns: int = library.headrace_panel_columns()
+        self._numbers_per_word = {
+            dtype: int(library.headrace_numbers_per_word(number)) for dtype, number in _FORMATS.items()
+        }
+        self._multiply = library.headrace_multiply
+        self._multiply.argtypes, self._multiply.restype = _MULTIPLY, None
+        self._normalise = library.headrace_normalise
+        self._normalise.argtypes, self._normalise.restype = _NORMALISE, None
+        self._rotate = library.headrace_rotate
+        self._rotate.argtypes, self._rotate.restype = _ROTATE, None
+
+    def can_pack(self, weight: Tensor) -> bool:
+        """Whether `weight` [N, K] can be packed: K has to be whole words, of 1 or 2 numbers."""
+        return weight.dtype in _FORMATS and weight.shape[1] % self._numbers_per_word[weight.dtype] == 0
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """[N, K] as panels [P, K / word, columns, word] for `multiply`; zeros fill the last panel."""
+        num_words = weight.shape[1] // self._numbers_per_word[weight.dtype]
+        filled = pad(weight, (0, 0, 0, -len(weight) % self._panel_columns))
+        return (
+            filled.view(-1, self._panel_columns, num_words, weight.shape[1] // num_words)
+            .transpose(1, 2)
+            .contiguous()
+        )
+
+    def pack_gated(self, gate: Tensor, value: Tensor) -> Tensor:
+        """Two weights [N, K] as panels for a gated `multiply`: each holds some gates, then their values."""
+        half = self._panel_columns // 2
+        parts = [
+            pad(part, (0, 0, 0, -len(part) % half)).view(-1, half, part.shape[1]) for part in (gate, value)
+        ]
+        return self.pack(torch.cat(parts, dim=1).flatten(0, 1))
+
+    def rows(self, packed: Tensor, indices: Tensor) -> Tensor:
+        """Rows `indices` [T] of the weight that `pack` was given, [T, K]."""
+        panels, columns = indices // self._panel_columns, indices % self._panel_columns
+        return packed[panels, :, columns].flatten(1)
+
+    def multiply(
+        self,
+        x: Tensor,
+        packed: Tensor,
+        num_results: int,
+        *,
+        bias: Tensor | None = None,
+        addend: Tensor | None = None,
+        is_gated: bool = False,
+    ) -> Tensor:
+        """x [M, K] times the packed weight [N, K] transposed, plus bias [N] and addend [M, N]; gives [M, N].
+
+        Gated (Shazeer 2020, SwiGLU): silu(x gate^T) * (x value^T), of two weights [N, K], without a bias.
+        """
+        x = _with_whole_rows(x)
+        num_rows, depth = x.shape
+        assert x.dtype == packed.dtype and packed.is_contiguous()
+        assert depth == packed.shape[1] * packed.shape[3]
+        assert (1 + is_gated) * num_results <= packed.shape[0] * self._panel_columns
+        y = torch.empty((num_rows, num_results), dtype=x.dtype)
+        if bias is not None:
+            assert bias.dtype == x.dtype and bias.shape == (num_results,) and not is_gated
+        if addend is not None:
+            addend = addend.contiguous()
+            assert addend.dtype == x.dtype and addend.shape == y.shape
+        self._multiply(
+            _FORMATS[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            packed.data_ptr(),
+            bias.data_ptr() if bias is not None else None,
+            addend.data_ptr() if addend is not None else None,
+            y.data_ptr(),
+            num_rows,
+            depth,
+            num_results,
+            is_gated,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        """x / rms(x) * weight for rows x [M, N]; gives [M, N]."""
+        x = _with_whole_rows(x)
+        num_rows, size = x.shape
+        assert weight.dtype == x.dtype and weight.shape == (size,)
+        y = torch.empty((num_rows, size), dtype=x.dtype)
+        self._normalise(
+            _FORMATS[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            weight.data_ptr(),
+            y.data_ptr(),
+            num_rows,
+            size,
+            epsilon,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def rotate(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Turn heads [T, H, D] where they lie, by cos and sin [T, 1, D] float32 of a `Rotation`."""
+        num_tokens, num_heads, head_dim = heads.shape
+        assert heads.stride()[1:] == (head_dim, 1) and head_dim % 2 == 0
+        for table in (cos, sin):
+            assert table.dtype == torch.float32 and table.is_contiguous()
+            assert table.shape == (num_tokens, 1, head_dim)
+        self._rotate(
+            _FORMATS[heads.dtype],
+            heads.data_ptr(),
+            heads.stride(0),
+            num_tokens,
+            num_heads,
+            head_dim,
+            cos.data_ptr(),
+            sin.data_ptr(),
+            torch.get_num_threads(),
+        )
+
+
+def _with_whole_rows(tensor: Tensor) -> Tensor:
+    """The kernels take any stride but the last."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,0 +1,158 @@
+"""The kernels around attention against torch in float64, on every path of their sources."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from headrace_shard.kernels.dense import DenseKernels
+from headrace_shard.layers.rotary import RotaryEmbedding, rotate
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import silu
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# Rounding of the result, and of sums of a thousand products in float32.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(ours: Tensor, exact: Tensor) -> None:
+    tolerance = TOLERANCES[ours.dtype]
+    torch.testing.assert_close(ours.double(), exact, rtol=tolerance, atol=max(tolerance / 4, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 5, 6, 7, 32, 61])
+@pytest.mark.parametrize(("depth", "num_results"), [(64, 64), (576, 200), (30, 5), (2, 384), (1000, 129)])
+def test_product(
+    any_dense: DenseKernels, dtype: torch.dtype, num_rows: int, depth: int, num_results: int
+) -> None:
+    x = random(num_rows, depth, dtype=dtype)
+    weight = random(num_results, depth, dtype=dtype, seed=1) / depth**0.5
+    bias, addend = (
+        random(num_results, dtype=dtype, seed=2),
+        random(num_rows, num_results, dtype=dtype, seed=3),
+    )
+    packed = any_dense.pack(weight)
+    product = x.double() @ weight.double().T
+    assert_near(any_dense.multiply(x, packed, num_results), product)
+    assert_near(any_dense.multiply(x, packed, num_results, bias=bias), product + bias)
+    assert_near(any_dense.multiply(x, packed, num_results, addend=addend), product + addend)
+    both = any_dense.multiply(x, packed, num_results, bias=bias, addend=addend)
+    assert_near(both, product + bias + addend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 6, 40])
+@pytest.mark.parametrize(("depth", "num_results"), [(64, 128), (576, 1536), (30, 5), (64, 100)])
+def test_gated_product(
+    any_dense: DenseKernels, dtype: torch.dtype, num_rows: int, depth: int, num_results: int
+) -> None:
+    x = random(num_rows, depth, dtype=dtype)
+    gate, value = (random(num_results, depth, dtype=dtype, seed=seed) / depth**0.5 for seed in (1, 2))
+    exact = silu(x.double() @ gate.double().T) * (x.double() @ value.double().T)
+    assert_near(any_dense.multiply(x, any_dense.pack_gated(gate, value), num_results, is_gated=True), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_far_from_zero(any_dense: DenseKernels, dtype: torch.dtype) -> None:
+    x = torch.tensor([[-3e4], [-200.0], [-88.0], [0.0], [88.0], [3e4], [torch.nan]]).to(dtype)
+    x = torch.cat((x, torch.zeros_like(x)), dim=1)
+    gate, value = torch.tensor([[1.0, 0.0]]).to(dtype), torch.tensor([[0.0, 1.0]]).to(dtype)
+    x[:, 1] = 1
+    ours = any_dense.multiply(x, any_dense.pack_gated(gate, value), 1, is_gated=True)
+    torch.testing.assert_close(
+        ours[:, 0], silu(x[:, 0]), rtol=2 * TOLERANCES[dtype], atol=1e-6, equal_nan=True
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    num_rows=st.integers(1, 80),
+    num_words=st.integers(1, 90),
+    num_results=st.integers(1, 300),
+    num_threads=st.integers(1, 5),
+    is_gated=st.booleans(),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_no_bit_depends_on_other_rows_or_threads(
+    built_dense: Callable[[str], DenseKernels],
+    num_rows: int,
+    num_words: int,
+    num_results: int,
+    num_threads: int,
+    is_gated: bool,
+    dtype: torch.dtype,
+) -> None:
+    dense = built_dense("native")
+    x = random(num_rows, 2 * num_words, dtype=dtype)
+    weights = [random(num_results, 2 * num_words, dtype=dtype, seed=seed) for seed in (1, 2)]
+    packed = dense.pack_gated(*weights) if is_gated else dense.pack(weights[0])
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    together = dense.multiply(x, packed, num_results, is_gated=is_gated)
+    torch.set_num_threads(1)
+    alone = [dense.multiply(row[None], packed, num_results, is_gated=is_gated) for row in x]
+    torch.set_num_threads(before)
+    assert torch.equal(torch.cat(alone), together)
+
+
+def test_rows_may_be_a_slice(dense: DenseKernels) -> None:
+    wide = random(9, 200, dtype=torch.bfloat16)
+    packed = dense.pack(random(70, 64, dtype=torch.bfloat16, seed=1))
+    ours = dense.multiply(wide[:, 30:94], packed, 70)
+    assert torch.equal(ours, dense.multiply(wide[:, 30:94].contiguous(), packed, 70))
+    assert torch.equal(dense.multiply(wide[:, 30:94].T.contiguous().T, packed, 70), ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(384, 64), (70, 30), (1, 2)])
+def test_rows_of_a_packed_weight(dense: DenseKernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = random(*shape, dtype=dtype)
+    indices = torch.arange(shape[0]).flip(0).repeat(2)
+    assert torch.equal(dense.rows(dense.pack(weight), indices), weight[indices])
+
+
+def test_what_cannot_be_packed(dense: DenseKernels) -> None:
+    assert dense.can_pack(torch.zeros(5, 8, dtype=torch.bfloat16))
+    assert dense.can_pack(torch.zeros(5, 7))
+    assert not dense.can_pack(torch.zeros(5, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [576, 64, 100, 7])
+@pytest.mark.parametrize("num_rows", [0, 1, 200])
+def test_norm(any_dense: DenseKernels, dtype: torch.dtype, size: int, num_rows: int) -> None:
+    weight = random(size, dtype=dtype, seed=1)
+    # Squares of these are above the largest float16.
+    x = (random(num_rows, size, dtype=torch.float32) * 300).to(dtype)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    ours = any_dense.normalise(x, weight, 1e-5)
+    torch.testing.assert_close(ours.double(), exact, rtol=1.1 * torch.finfo(dtype).eps, atol=1e-5)
+    for row in range(0, num_rows, 50):
+        assert torch.equal(any_dense.normalise(x[row : row + 1], weight, 1e-5)[0], ours[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 20, 2])
+@pytest.mark.parametrize("num_tokens", [0, 1, 300])
+def test_rotation_is_that_of_torch(
+    any_dense: DenseKernels, dtype: torch.dtype, head_dim: int, num_tokens: int
+) -> None:
+    fused = random(num_tokens, 7, head_dim, dtype=dtype)
+    rotation = RotaryEmbedding(head_dim, 10000.0, None)(torch.arange(num_tokens) * 13)
+    expected = torch.cat((rotate(fused[:, :5], rotation), fused[:, 5:]), dim=1)
+    any_dense.rotate(fused[:, :5], rotation.cos, rotation.sin)
+    # The two may round the last bit differently.
+    torch.testing.assert_close(fused, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+def test_wrong_shapes_are_caught(dense: DenseKernels) -> None:
+    packed, x = dense.pack(torch.zeros(70, 64)), torch.zeros(2, 64)
+    for wrong, num_results in ((x[:, :62], 70), (x.half(), 70), (x, 700)):
+        with pytest.raises(AssertionError):
+            dense.multiply(wrong, packed, num_results)
