@@ -5,6 +5,7 @@ import struct
 from typing import Any
 
 import pytest
+from headrace_router.pipeline import MAX_IN_FLIGHT
 
 from tests.router.running import CHAT, RunningRouter, raw_request
 
@@ -70,11 +71,11 @@ def test_leaving_the_queue(model_folder: Any, path: str, body: dict[str, Any]) -
         router.do(router.shard.gate.clear)
         engine = router.service.engine
         with raw_request(router, "/generate", STREAM):
-            router.wait_for(lambda: len(router.shard.steps) == 1)
+            router.wait_for(lambda: len(router.shard.steps) == MAX_IN_FLIGHT)
             with raw_request(router, path, body):
                 router.wait_for(lambda: engine.num_active > 1)
             router.wait_for(lambda: engine.num_active == 1)
-            router.wait_for(lambda: len(router.shard.steps) == 1)
+            router.wait_for(lambda: len(router.shard.steps) == MAX_IN_FLIGHT)
         router.wait_for(lambda: engine.num_active == 0)
         router.do(router.shard.gate.set)
         assert router.metric("tgi_queue_size") == 0

@@ -6,7 +6,6 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from headrace_router.api import sse
 from headrace_router.api.exchange import ClientLeft, Exchange
@@ -57,8 +56,9 @@ def test_an_error_before_the_first_token_has_a_status(
     router: RunningRouter, path: str, body: dict[str, Any], is_openai: bool
 ) -> None:
     before = router.metric('tgi_request_failure{err="generation"}')
-    router.shard.step_errors.append((grpc.StatusCode.INTERNAL, "the device caught fire"))
+    router.shard.poison = lambda sequence: "the device caught fire"
     response = router.post(path, body)
+    router.shard.poison = lambda sequence: None
     assert response.status_code == (500 if is_openai else 424)
     error = response.json()["error"]
     assert "the device caught fire" in (error["message"] if is_openai else error)
