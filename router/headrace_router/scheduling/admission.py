@@ -1,9 +1,9 @@
 """Who may leave the queue for the next step. Knows the queue, the policy and the blocks, not what a step is.
 
-A waiting sequence may join when the pool has room for all its tokens beside what running prefills still need,
-and for one more block for everybody (the low-water mark): so it does not preempt itself at once, and prefills
-never hold all blocks between them with none of them whole. While the front of the queue lacks room, others may
-pass it, `MAX_OVERTAKEN` in all.
+A waiting sequence may join when the pool has room for all its tokens beside what running prefills still
+need, and for one more block for everybody (the low-water mark): so it does not preempt itself at once, and
+prefills never hold all blocks between them with none of them whole. While the front of the queue lacks room,
+others may pass it, `MAX_OVERTAKEN` in all.
 
 A sequence whose next block is about to be computed by another one, its *leader*, waits until it can share it:
 of many requests with one new prefix, one computes it. It does so only as long as the leader gets on.
@@ -56,14 +56,14 @@ class Admission:
         step_id: int,
         running: list[Sequence],
         prompts: list[Sequence],
-        flying: Iterable[Sequence],
+        prefilling: Iterable[Sequence],
         budget: int,
     ) -> list[Sequence]:
         """Waiting sequences that could join this step, in the order of the queue, with what the cache has of
         them opened: the caller admits or withdraws every one.
 
-        `prompts` are the running ones that are not computed to their end, `flying` those whose prefill a step in
-        flight computes; `budget` is what the step may compute of all of them.
+        `prompts` are the running ones whose prefill is not scheduled to its end, `prefilling` those of whose
+        prefill a step in flight computes a part; `budget` is what the step may compute of prefills.
         """
         self.is_overdue = False
         num_places = self._limits.max_step_sequences - len(running)
@@ -71,7 +71,7 @@ class Admission:
             return []
         num_reserved = len(running) + sum(self._memory.num_lacking(prompt) for prompt in prompts)
         num_pending = sum(prompt.num_pending for prompt in prompts)
-        leaders = _Leaders(self._memory, step_id, prompts, flying)
+        leaders = _Leaders(self._memory, step_id, prompts, prefilling)
         self._passed_over, self._num_passed_over = [], {}
         chosen: list[Sequence] = []
         num_following = 0
@@ -134,7 +134,7 @@ class Admission:
 
     def overtake(self, sequence: Sequence) -> None:
         """A candidate joins the step: it overtakes those that lack room."""
-        for other in self._passed_over[: self._num_passed_over[sequence.id]]:
+        for other in self._passed_over[: self._num_passed_over.pop(sequence.id, 0)]:
             other.num_overtaken += 1
 
     def stepped(self, num_admitted: int) -> None:
@@ -146,12 +146,12 @@ class _Leaders:
     """Those whose prefill is being computed, by how it begins."""
 
     def __init__(
-        self, memory: Memory, step_id: int, prompts: list[Sequence], flying: Iterable[Sequence]
+        self, memory: Memory, step_id: int, prompts: list[Sequence], prefilling: Iterable[Sequence]
     ) -> None:
         self._memory = memory
         self._step_id = step_id
         self._by_beginning: dict[tuple[str, bytes], list[Sequence]] = {}
-        self._sources = prompts, flying
+        self._sources = prompts, prefilling
         self._is_filled = False
 
     def leads(self, sequence: Sequence) -> bool:

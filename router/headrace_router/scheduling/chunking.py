@@ -29,8 +29,8 @@ class StepCosts:
     """
 
     def __init__(self, costs: tuple[tuple[int, float], ...], max_slowdown: float, min_tokens: int) -> None:
-        """`costs` are pairs (tokens, seconds) of a warm-up. A step may take `max_slowdown` times as long as one
-        of its decodes alone, 0: as long as it likes; `min_tokens` of prompts it always gets."""
+        """`costs` are pairs (tokens, seconds) of a warm-up. A step may take `max_slowdown` times as long as
+        one of its decodes alone, 0: as long as it likes; `min_tokens` of prompts it always gets."""
         self._max_slowdown = max_slowdown
         self._min_tokens = min_tokens
         points = _rising(costs)
@@ -76,7 +76,7 @@ class StepCosts:
 
 
 def _rising(costs: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
-    """By tokens, without points that are no dearer than one of fewer tokens, which only a measurement can be."""
+    """By tokens, without those that are no dearer than one of fewer tokens, as measured ones may be."""
     points: list[tuple[int, float]] = []
     for num_tokens, seconds in sorted(costs):
         if seconds > (points[-1][1] if points else 0.0) and (not points or num_tokens > points[-1][0]):

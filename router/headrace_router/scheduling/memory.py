@@ -1,4 +1,4 @@
-"""Which blocks each sequence holds: found in the cache, taken, confirmed, given back. Knows no step, no queue.
+"""Which blocks each sequence holds: found in the cache, taken, confirmed, given back. Knows no step.
 
 A sequence's blocks enter the cache when steps that computed them were answered, never before: those of its
 prefill with each answer, those of what it generated when it ends or is preempted. The last token it has

@@ -1,9 +1,8 @@
 """Which sequences may be the ones that make steps fail, and who of them is tried next. Knows no step.
 
-A step that fails as a whole names nobody. Its sequences are tried again in halves, a half alone in a step, until
-each has got past the point where the step had failed; a half that fails is halved again. So one sequence that
-no step survives is found in about twice as many failing steps as there are doublings from one to their number,
-and fails alone.
+A step that fails as a whole names nobody. Its sequences are tried again in halves, a half alone in a step,
+until each has got past the point where the step had failed; a half that fails is halved again. So one
+sequence that no step survives is found in as many failing steps as the others can be halved, and fails alone.
 """
 
 from collections import deque
