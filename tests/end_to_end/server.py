@@ -27,9 +27,15 @@ def free_port() -> int:
 
 
 class Server:
-    """A running server; `log` holds what it printed."""
+    """A running server; `log` holds what it printed. `module` is what to start: the whole, or a router."""
 
-    def __init__(self, folder: Path, *args: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        env: dict[str, str] | None = None,
+        module: str = "headrace_launcher",
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = folder / f"server-{self.port}.log"
@@ -37,7 +43,7 @@ class Server:
         command = [
             sys.executable,
             "-m",
-            "headrace_launcher",
+            module,
             "--hostname",
             "127.0.0.1",
             "--port",
@@ -128,9 +134,11 @@ class Server:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *args: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+def running(
+    folder: Path, *args: str, env: dict[str, str] | None = None, module: str = "headrace_launcher"
+) -> Iterator[Server]:
     """A server that is ready, and gone afterwards."""
-    server = Server(folder, *args, env=env)
+    server = Server(folder, *args, env=env, module=module)
     try:
         server.wait_ready()
         yield server

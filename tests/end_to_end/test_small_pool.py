@@ -1,0 +1,37 @@
+"""A KV cache for a quarter of the load: some are preempted, and all end with the texts of a large cache."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tests.end_to_end.server import Server, generate, running
+from tests.end_to_end.test_load import mixed_requests
+
+NUM_REQUESTS = 64
+
+
+def answers(server: Server, requests: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(NUM_REQUESTS) as pool:
+        return list(pool.map(lambda request: generate(server, request[0], **request[1]), requests))
+
+
+def test_sixty_four_requests_end_as_with_a_large_cache(
+    server: Server, tiny_folder: Path, tmp_path: Path
+) -> None:
+    # Answers long enough that they do not leave before the others have grown.
+    requests = [
+        (prompt, {**parameters, "max_new_tokens": 60 + 2 * number})
+        for number, (prompt, parameters) in enumerate(mixed_requests(NUM_REQUESTS))
+    ]
+    expected = answers(server, requests)
+    load = sum(
+        len(answer["details"]["prefill"]) + answer["details"]["generated_tokens"]
+        for answer in (generate(server, p, **q, decoder_input_details=True) for p, q in requests)
+    )
+    small = ["--max-batch-total-tokens", str(load // 4), "--max-total-tokens", str(load // 4)]
+    arguments = ["--model-id", str(tiny_folder), "--dtype", "float32", *small]
+    with running(tmp_path, *arguments) as narrow:
+        found = answers(narrow, requests)
+        metrics = narrow.wait_metrics({'headrace_kv_blocks{state="used"}': 0, "headrace_shard_sequences": 0})
+    assert [answer["generated_text"] for answer in found] == [a["generated_text"] for a in expected]
+    assert metrics["headrace_preemptions"] > 0
