@@ -210,14 +210,15 @@ def _memory_rows(
         (
             "KV cache",
             counted(cache_tokens, "token"),
-            f"{counted(limits.num_blocks, 'block')} of {limits.block_size}, {_spelled(cache_bytes)}; "
-            f"--kv-cache-memory or its default allows {_spelled(capacity.available_bytes)}{cap}",
+            f"{counted(limits.num_blocks, 'block')} of {counted(limits.block_size, 'token')} x "
+            f"{_spelled(capacity.block_bytes)} = {_spelled(cache_bytes)}; --kv-cache-memory or its default "
+            f"allows {_spelled(capacity.available_bytes)}{cap}",
         ),
         (
             "memory",
             _spelled(info.weight_bytes + cache_bytes),
-            f"{_spelled(info.weight_bytes)} of weights + {counted(limits.num_blocks, 'block')} x "
-            f"{_spelled(capacity.block_bytes)}; {_spelled(left_bytes)} of what the cache may take is left",
+            f"{_spelled(info.weight_bytes)} of weights + {_spelled(cache_bytes)} of KV cache; "
+            f"the cache leaves {_spelled(left_bytes)} of what it may take",
         ),
         ("prefix cache", *caching),
     ]
@@ -250,7 +251,7 @@ def _step_rows(
     else:
         batch_why = "one token of a step for each"
     slowdown = wanted.policy.max_step_slowdown
-    decode = f"; a step of one took {capacity.step_costs[0][1]:.4f} s" if capacity.step_costs else ""
+    decode = f", {capacity.step_costs[0][1]:.4f} s for one" if capacity.step_costs else ""
     return [
         (
             "step",
@@ -261,15 +262,16 @@ def _step_rows(
         (
             "step with a prompt in it",
             f"at most {slowdown:g} x" if slowdown else "no bound",
-            "--max-step-slowdown"
-            + (f": times a step of the running answers alone{decode}" if slowdown else " 0"),
+            f"what a step of the running answers alone takes{decode}; --max-step-slowdown"
+            if slowdown
+            else "--max-step-slowdown 0",
         ),
         ("running at once", counted(limits.max_step_sequences, "sequence"), batch_why),
     ]
 
 
 def _queue_rows(wanted: Wanted) -> list[tuple[str, str, str]]:
-    most, flag = wanted.max_concurrent_requests, "--max-concurrent-requests, with those that run"
+    most, flag = wanted.max_concurrent_requests, "--max-concurrent-requests, which counts running ones too"
     if wanted.max_queued_requests is not None and wanted.max_queued_requests < most:
         most, flag = wanted.max_queued_requests, "--max-queued-requests"
     if wanted.max_queued_tokens is not None:

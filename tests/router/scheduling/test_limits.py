@@ -42,11 +42,11 @@ def test_defaults_come_from_model_and_device() -> None:
     assert table["model"] == ("llama", "org/name")
     assert table["KV cache"] == (
         "16000 tokens",
-        "1000 blocks of 16, 3.9 MiB; --kv-cache-memory or its default allows 7.6 MiB",
+        "1000 blocks of 16 tokens x 4.0 KiB = 3.9 MiB; --kv-cache-memory or its default allows 7.6 MiB",
     )
     assert table["memory"] == (
         "261.4 MiB",
-        "257.5 MiB of weights + 1000 blocks x 4.0 KiB; 3.7 MiB of what the cache may take is left",
+        "257.5 MiB of weights + 3.9 MiB of KV cache; the cache leaves 3.7 MiB of what it may take",
     )
     assert table["prefix cache"] == ("on", "what was computed stays until its blocks are needed")
     assert table["device"] == ("cpu", "no GPU is there")
@@ -54,10 +54,13 @@ def test_defaults_come_from_model_and_device() -> None:
     assert table["step"] == ("512 tokens", "the default on cpu; takes 0.250 s")
     assert table["step with a prompt in it"] == (
         "at most 3 x",
-        "--max-step-slowdown: times a step of the running answers alone",
+        "what a step of the running answers alone takes; --max-step-slowdown",
     )
     assert table["running at once"] == ("128 sequences", "--max-concurrent-requests")
-    assert table["waiting at once"] == ("128 sequences", "--max-concurrent-requests, with those that run")
+    assert table["waiting at once"] == (
+        "128 sequences",
+        "--max-concurrent-requests, which counts running ones too",
+    )
     assert table["request timeout"] == ("none", "--request-timeout")
     assert plan(WANTED, replace(INFO, device="cuda")).max_step_tokens == 4096
 
@@ -105,7 +108,7 @@ def test_the_rows_of_policy_and_queue_say_what_was_set() -> None:
     )
     assert (table["prefix cache"].value, table["prefix cache"].why) == ("off", "--no-prefix-caching")
     assert table["step with a prompt in it"].value == "at most 2.5 x"
-    assert table["step with a prompt in it"].why.endswith("; a step of one took 0.0061 s")
+    assert "alone takes, 0.0061 s for one; " in table["step with a prompt in it"].why
     assert (table["waiting at once"].value, table["waiting at once"].why) == (
         "8 sequences",
         "--max-queued-requests; their prompts at most 4000 tokens, --max-queued-tokens",
