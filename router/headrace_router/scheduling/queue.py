@@ -134,7 +134,7 @@ class WaitingQueue:
         """In the order in which they should be admitted now, as far as it is asked for. The queue must not
         change meanwhile."""
         classes = [self._classes[priority] for priority in self._priorities]
-        for _, sequence in merge(*(waiting.passed() for waiting in classes[1:]), key=_by_ticket):
+        for _, sequence in merge(*(waiting.passed() for waiting in classes), key=_by_ticket):
             yield sequence
         for waiting in classes:
             first_patient = waiting.first_patient
