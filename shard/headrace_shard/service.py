@@ -28,7 +28,7 @@ from headrace_shard.order import StepOrder
 
 logger = logging.getLogger(__name__)
 
-Response = TypeVar("Response")
+Result = TypeVar("Result")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _OPTIONS = (
@@ -110,18 +110,18 @@ class ShardService(ShardServicer):
         return pb.ClearResponse(num_dropped=await self._execute(self._worker, context, self._engine.clear))
 
     async def _step(self, request: pb.StepRequest, context: Context, *, is_decode: bool) -> pb.StepResponse:
-        # From here to the worker's queue nothing may be awaited: the queue keeps the order.
+        # Messages are read and written here, beside a step that runs, so that the worker goes from one step
+        # to the next without a pause.
+        step = from_step_request(request, is_decode=is_decode)
         await self._order.turn(request.step_id, needs_earlier=len(request.new_sequences) < len(request.ids))
-        return await self._execute(self._worker, context, self._run_step, request, is_decode)
+        # From here to the worker's queue nothing is awaited: the queue keeps the order.
+        result = await self._execute(self._worker, context, self._engine.step, step)
+        return to_step_response(result)
 
     def _touch(self) -> None:
         """Have the device compute something beside its other work. Raises RuntimeError if it cannot."""
         with torch.cuda.stream(self._beside_steps):
             self._beat.zero_().add_(1).item()
-
-    def _run_step(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
-        result = self._engine.step(from_step_request(request, is_decode=is_decode))
-        return to_step_response(result)
 
     def _warm_up(self, request: pb.WarmupRequest) -> pb.WarmupResponse:
         capacity = self._engine.warm_up(
@@ -141,8 +141,8 @@ class ShardService(ShardServicer):
         )
 
     async def _execute(
-        self, thread: ThreadPoolExecutor, context: Context, function: Callable[..., Response], *arguments: Any
-    ) -> Response:
+        self, thread: ThreadPoolExecutor, context: Context, function: Callable[..., Result], *arguments: Any
+    ) -> Result:
         """What `function` gives when it is run in `thread`; its errors become statuses of the call."""
         try:
             return await asyncio.wrap_future(thread.submit(self._run, function, *arguments))
@@ -154,7 +154,7 @@ class ShardService(ShardServicer):
             logger.exception("a call failed")
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
 
-    def _run(self, function: Callable[..., Response], *arguments: Any) -> Response:
+    def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
         """In the thread: as `function`, but raises DeviceLost for whatever a lost device makes it raise."""
         try:
             return function(*arguments)

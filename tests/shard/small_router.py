@@ -52,9 +52,9 @@ VARIED = sampling(
 )
 
 
-def load_tiny(folder: Path, *, dtype: str = "auto") -> LoadedModel:
-    """A checkpoint of `tests.tiny` on the CPU, with the reference attention."""
-    return load(folder, ShardSettings(dtype=dtype, device="cpu", attention="sdpa", num_threads=1))
+def load_tiny(folder: Path, *, dtype: str = "auto", attention: str = "sdpa") -> LoadedModel:
+    """A checkpoint of `tests.tiny` on the CPU, by default with the reference attention."""
+    return load(folder, ShardSettings(dtype=dtype, device="cpu", attention=attention, num_threads=1))
 
 
 def make_engine(loaded: LoadedModel, *, num_blocks: int = 64, max_step_tokens: int = 128) -> Engine:
@@ -99,8 +99,12 @@ class Known:
     is_new: bool = True
 
     @property
+    def tokens(self) -> list[int]:
+        return self.prompt + self.output
+
+    @property
     def num_pending(self) -> int:
-        return len(self.prompt) + len(self.output) + self.num_promised - self.num_computed
+        return len(self.tokens) + self.num_promised - self.num_computed
 
 
 class SmallRouter:
@@ -119,6 +123,7 @@ class SmallRouter:
         self._next_step_id = 0
         self.sequences: dict[int, Known] = {}
         self._dropped: list[int] = []
+        self._copies: list[tuple[int, int]] = []
 
     def add(self, sequence_id: int, prompt: Iterable[int], parameters: pb.SamplingParams = GREEDY) -> Known:
         """A new sequence; further wishes are set on what comes back, before its first step."""
@@ -128,9 +133,25 @@ class SmallRouter:
     def drop(self, sequence_id: int) -> Known:
         """The next step tells the shard to forget it."""
         known = self.sequences.pop(sequence_id)
-        self._free += known.blocks
+        held = {block for other in self.sequences.values() for block in other.blocks}
+        self._free += [block for block in known.blocks if block not in held]
         self._dropped.append(sequence_id)
         return known
+
+    def share(self, sequence_id: int, *, of: int, num_computed: int) -> None:
+        """A new sequence will find its first tokens computed by `of`, in whole blocks that both then hold.
+
+        What is left of them is in a block that is copied.
+        """
+        known, other = self.sequences[sequence_id], self.sequences[of]
+        assert known.is_new and num_computed <= other.num_computed
+        for mine, theirs in zip(known.tokens[:num_computed], other.tokens[:num_computed], strict=True):
+            assert mine == theirs
+        whole, rest = divmod(num_computed, self._block_size)
+        known.num_computed, known.blocks = num_computed, other.blocks[:whole]
+        if rest:
+            known.blocks.append(self._free.pop())
+            self._copies.append((other.blocks[whole], known.blocks[whole]))
 
     def reuse_last_blocks(self) -> None:
         """The blocks that were given back last are the next to be dealt out."""
@@ -144,19 +165,25 @@ class SmallRouter:
 
     def request(self, plan: dict[int, int]) -> tuple[pb.StepRequest, bool]:
         """The message for a step {sequence: number of tokens}, which counts as sent; is it a decode?"""
-        request = pb.StepRequest(step_id=self._next_step_id, dropped_ids=self._dropped)
+        request = pb.StepRequest(
+            step_id=self._next_step_id,
+            dropped_ids=self._dropped,
+            copied_from=[source for source, _ in self._copies],
+            copied_to=[target for _, target in self._copies],
+        )
         self._next_step_id += 1
-        self._dropped = []
+        self._dropped, self._copies = [], []
         for sequence_id, count in plan.items():
             known = self.sequences[sequence_id]
             end = known.num_computed + count
             num_new = max(0, -(-end // self._block_size) - len(known.blocks))
             new = [self._free.pop(-(index % 2)) for index in range(num_new)]
             known.blocks += new
+            gained = known.blocks if known.is_new else new
             request.ids.append(sequence_id)
             request.num_tokens.append(count)
-            request.num_new_blocks.append(num_new)
-            request.new_blocks.extend(new)
+            request.num_new_blocks.append(len(gained))
+            request.new_blocks.extend(gained)
             if known.is_new:
                 request.new_sequences.append(self._new(sequence_id, known))
                 known.is_new = False
@@ -167,8 +194,9 @@ class SmallRouter:
     def _new(self, sequence_id: int, known: Known) -> pb.NewSequence:
         return pb.NewSequence(
             id=sequence_id,
-            token_ids=known.prompt + known.output,
+            token_ids=known.tokens,
             num_prompt_tokens=len(known.prompt),
+            num_computed_tokens=known.num_computed,
             sampling=known.sampling,
             top_n_tokens=known.top_n_tokens,
             prompt_logprobs=known.prompt_logprobs,

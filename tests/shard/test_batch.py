@@ -108,3 +108,26 @@ def test_block_tables_hold_what_was_granted(grants: list[list[tuple[int, int]]])
         row = batch.row_of[number]
         assert batch.block_table[row, : len(blocks)].tolist() == blocks
         assert batch.num_blocks[row] == len(blocks)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 7), st.lists(st.integers(0, 200), max_size=6) | st.none()), max_size=30)
+)
+def test_holders_of_blocks_are_counted(events: list[tuple[int, list[int] | None]]) -> None:
+    batch = make_batch()
+    held: dict[int, list[int]] = {}
+    for number, blocks in events:
+        if blocks is None:
+            batch.drop([number, 99])
+            held.pop(number, None)
+            continue
+        if number not in held:
+            add(batch, number, [1])
+            held[number] = []
+        batch.grow_blocks(batch.rows([number]), np.array([len(blocks)]), np.array(blocks, dtype=np.int64))
+        held[number] += blocks
+    everything = [block for blocks in held.values() for block in blocks]
+    counts = batch.num_holders(np.arange(300))
+    assert counts.tolist() == [everything.count(block) for block in range(300)]
+    assert sorted(batch.blocks_of([*range(8), 99]).tolist()) == sorted(everything)
+    assert batch.blocks_of([99]).tolist() == []

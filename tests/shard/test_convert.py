@@ -44,6 +44,8 @@ def test_every_field_of_a_request() -> None:
         num_tokens=[2, 1],
         num_new_blocks=[1, 0],
         new_blocks=[30],
+        copied_from=[7, 8],
+        copied_to=[9, 10],
     )
     step = from_step_request(request, is_decode=False)
     assert (step.is_decode, step.dropped_ids, step.ids, step.refused) == (False, [8, 2**63], [5, 6], {})
@@ -51,6 +53,8 @@ def test_every_field_of_a_request() -> None:
         (step.num_tokens, [2, 1]),
         (step.num_new_blocks, [1, 0]),
         (step.new_blocks, [30]),
+        (step.copied_from, [7, 8]),
+        (step.copied_to, [9, 10]),
     ):
         assert array.dtype == np.int64 and array.tolist() == expected
     (new,) = step.new_sequences

@@ -35,3 +35,14 @@ def test_a_fresh_cache_holds_zeros(config: ModelConfig) -> None:
 def test_too_large_a_cache_is_one_clear_error(config: ModelConfig) -> None:
     with pytest.raises(OutOfMemory, match=r"KV cache of 1000000000000 blocks .*--kv-cache-memory"):
         KVCache(config, 10**12, SdpaBackend(), torch.float32, torch.device("cpu"))
+
+
+def test_copied_blocks_are_equal_in_all_layers_and_others_stay(config: ModelConfig) -> None:
+    cache = KVCache(config, 6, SdpaBackend(), torch.float32, torch.device("cpu"))
+    tensors = [*cache.keys, *cache.values]
+    for tensor in tensors:
+        tensor.normal_()
+    before = [tensor.clone() for tensor in tensors]
+    cache.copy_blocks(torch.tensor([4, 0, 4]), torch.tensor([1, 5, 3]))
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old[[0, 4, 2, 4, 4, 0]])

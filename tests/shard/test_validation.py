@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from headrace_proto import shard_pb2 as pb
@@ -9,7 +10,15 @@ from headrace_shard.errors import InvalidStep
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.shard.small_router import GREEDY, LONG, SHORT, VARIED, SmallRouter, sampling
+from tests.shard.small_router import (
+    GREEDY,
+    LONG,
+    SHORT,
+    VARIED,
+    SmallRouter,
+    sampling,
+    transformers_greedy,
+)
 
 
 def change(request: pb.StepRequest, **fields: object) -> pb.StepRequest:
@@ -54,6 +63,18 @@ BROKEN: dict[str, tuple[dict[str, object], bool, str]] = {
     "blocks too few": (alone(new(5, token_ids=[1] * 17), 17), False, "its 1 blocks of 16 .* cannot hold 17"),
     "tokens too many": (alone(new(5, token_ids=[1] * 200), 129), False, "the step has 129 tokens; .* 128"),
     "no decode": (alone(new(5)), True, "Decode takes known sequences"),
+    "copies of two lengths": ({"copied_from": [1], "copied_to": [50, 51]}, True, "one length, got 1 and 2"),
+    "copied block unknown": ({"copied_from": [64], "copied_to": [50]}, True, "block 64 does not exist"),
+    "copied to unknown": ({"copied_from": [1], "copied_to": [64]}, True, "block 64 does not exist"),
+    "copied to twice": ({"copied_from": [1, 2], "copied_to": [50, 50]}, True, "block 50 is copied to twice"),
+    "copied on": ({"copied_from": [1, 50], "copied_to": [50, 51]}, True, "block 50 is copied both from and"),
+    "copied to itself": ({"copied_from": [50], "copied_to": [50]}, True, "block 50 is copied both from and"),
+    "copied without a step": (
+        {name: [] for name in ("ids", "num_tokens", "num_new_blocks")}
+        | {"copied_from": [1, 2], "copied_to": [50, 50]},
+        True,
+        "block 50 is copied to twice",
+    ),
 }
 
 
@@ -72,6 +93,34 @@ def test_broken_step_is_refused_and_changes_nothing(fresh: Callable[[], SmallRou
     assert list(after.ids) == [1, 2]
     assert after.num_sequences == 2
     assert disturbed.run(6) == undisturbed.run(6)
+
+
+def test_broken_step_still_forgets_what_it_does_not_schedule(router: SmallRouter) -> None:
+    for sequence_id in (1, 2, 3):
+        router.add(sequence_id, SHORT)
+    router.run(2)
+    router.drop(3)
+    request, _ = router.request({1: 1})
+    with pytest.raises(InvalidStep, match="sequence 77 is not known"):
+        router.execute(change(request, ids=[77]), True)
+    # Its block may go to another at once.
+    router.add(4, LONG)
+    response = router.step({4: len(LONG), 2: 1})
+    assert list(response.ids) == [4, 2]
+    assert response.num_sequences == 3
+
+
+def test_copies_alone_are_a_step(router: SmallRouter, folder: Path) -> None:
+    router.add(1, LONG)
+    router.run(1)
+    request, _ = router.request({})
+    old = list(router.sequences[1].blocks)
+    request.copied_from.extend(old)
+    request.copied_to.extend([40, 41, 42, 43, 44])
+    assert router.execute(request, True).num_sequences == 1
+    known = router.add(2, LONG)
+    known.num_computed, known.blocks = len(LONG) - 1, [40, 41, 42, 43, 44]
+    assert router.run(8)[2] == transformers_greedy(folder, LONG, 8)
 
 
 BROKEN_SEQUENCES: dict[str, tuple[dict[str, object], str]] = {

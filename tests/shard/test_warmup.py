@@ -3,7 +3,9 @@
 import pytest
 from headrace_shard.engine import Engine
 from headrace_shard.errors import OutOfMemory
-from headrace_shard.warmup import largest_step, longest_decode, num_blocks_for
+from headrace_shard.loading import LoadedModel
+from headrace_shard.step import Step, StepResult
+from headrace_shard.warmup import largest_step, longest_decode, num_blocks_for, step_costs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,6 +60,107 @@ def test_longest_decode_can_be_executed(engine: Engine) -> None:
     result = engine.step(step)
     assert not result.errors
     assert len(result.token_ids) == 32
+
+
+# ---- what smaller steps cost
+
+
+class Clock:
+    """Executes nothing; takes `seconds` for each token of a step, and a fixed time beside."""
+
+    def __init__(self, seconds: float, fixed: float = 0.0) -> None:
+        self.seconds, self.fixed = seconds, fixed
+        self.sizes: list[int] = []
+        self.spent = 0.0
+
+    def run(self, step: Step) -> StepResult:
+        num_tokens = int(step.num_tokens.sum())
+        self.sizes.append(num_tokens)
+        seconds = self.fixed + self.seconds * num_tokens
+        self.spent += seconds
+        return StepResult(
+            total_seconds=seconds, forward_seconds=0.75 * seconds, sample_seconds=0.25 * seconds
+        )
+
+
+def costs_by(clock: Clock, max_step_tokens: int, max_positions: int = 8192) -> tuple[tuple[int, float], ...]:
+    step = largest_step(
+        max_step_tokens=max_step_tokens,
+        max_step_sequences=128,
+        max_positions=max_positions,
+        vocab_size=50,
+        block_size=16,
+    )
+    return step_costs(
+        clock.run,
+        max_step_tokens=max_step_tokens,
+        max_positions=max_positions,
+        vocab_size=50,
+        block_size=16,
+        largest=Clock(clock.seconds, clock.fixed).run(step),
+    )
+
+
+@pytest.mark.parametrize(
+    ("max_step_tokens", "sizes"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (16, [1, 16]),
+        (17, [1, 16, 17]),
+        (300, [1, 16, 32, 64, 128, 256, 300]),
+        (512, [1, 16, 32, 64, 128, 256, 512]),
+    ],
+)
+def test_sizes_double_up_to_the_largest(max_step_tokens: int, sizes: list[int]) -> None:
+    clock = Clock(1e-6, 1e-3)
+    costs = costs_by(clock, max_step_tokens)
+    assert [size for size, _ in costs] == sizes
+    assert [seconds for _, seconds in costs] == pytest.approx([1e-3 + 1e-6 * size for size in sizes])
+    assert all(clock.sizes.count(size) == 4 for size in sizes if size > 1)
+
+
+def test_first_run_of_a_size_does_not_count() -> None:
+    clock = Clock(0.0, 0.02)
+
+    def run(step: Step) -> StepResult:
+        clock.fixed = 0.01 if clock.sizes and clock.sizes[-1] == step.num_tokens.sum() else 0.02
+        return clock.run(step)
+
+    step = largest_step(
+        max_step_tokens=32, max_step_sequences=4, max_positions=64, vocab_size=50, block_size=16
+    )
+    costs = step_costs(
+        run, max_step_tokens=32, max_positions=64, vocab_size=50, block_size=16, largest=clock.run(step)
+    )
+    assert costs == ((1, 0.01), (16, 0.01), (32, 0.01))
+
+
+@pytest.mark.parametrize("seconds_per_token", [1e-5, 1e-3, 2e-3, 0.1])
+def test_slow_steps_are_measured_less_often(seconds_per_token: float) -> None:
+    clock = Clock(seconds_per_token, 30 * seconds_per_token)
+    costs = costs_by(clock, 4096)
+    assert [size for size, _ in costs[:2]] == [1, 16]
+    assert costs[-1][0] == 4096
+    # The largest step was measured before; what is made up of it is what it took, but for the sampling.
+    assert costs[-1][1] == pytest.approx(seconds_per_token * 4126, rel=0.3)
+    for size, seconds in costs[:-1]:
+        assert seconds == pytest.approx(seconds_per_token * (size + 30))
+    unavoidable = seconds_per_token * (2 * 31 + 46)
+    assert clock.spent <= max(1.6, unavoidable)
+
+
+def test_costs_are_measured_on_what_can_be_executed(loaded: LoadedModel) -> None:
+    engine = Engine(loaded, kv_cache_memory=0.01, cuda_memory_fraction=0.9)
+    # Longer than the 512 positions of the model.
+    capacity = engine.warm_up(max_step_tokens=600, max_step_sequences=4, max_total_tokens=0)
+    assert [size for size, _ in capacity.step_costs] == [1, 16, 32, 64, 128, 256, 512, 600]
+    assert all(seconds > 0 for _, seconds in capacity.step_costs)
+    capacity = engine.warm_up(max_step_tokens=600, max_step_sequences=1, max_total_tokens=0)
+    assert capacity.step_costs[-1][0] == 512
+
+
+# ---- how many blocks fit
 
 
 def test_blocks_are_capped_by_the_tokens_that_are_wanted() -> None:
