@@ -1,5 +1,7 @@
 """KVBlocks: every block is free, held or cached, and holds what whoever shares it believes it holds."""
 
+from itertools import product
+
 import pytest
 from headrace_router.scheduling.blocks import Holding, KVBlocks, block_keys
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from tests.router.scheduling.tree import Prefix, check_tree, contents
 
 NUM_BLOCKS = 14
 A, B, C, D = b"a", b"b", b"c", b"d"
+ALL_KEYS = [(namespace, list(keys)) for namespace in ("", "salt") for keys in product([A, B], repeat=5)]
 
 
 def compute(blocks: KVBlocks, keys: list[bytes], namespace: str = "", max_blocks: int = 99) -> Holding:
@@ -224,6 +227,19 @@ class Model(RuleBasedStateMachine):
             assert self.computed[block] == (namespace, tuple(keys[:number]))
         self.holdings.append((holding, keys))
 
+    @rule(
+        namespace=st.sampled_from(["", "salt"]),
+        keys=st.lists(st.sampled_from([A, B]), min_size=2, max_size=5),
+        is_closed=st.booleans(),
+    )
+    def compute(self, namespace: str, keys: list[bytes], is_closed: bool) -> None:
+        if len(keys) <= self.blocks.num_available:
+            self.open(namespace, keys, len(keys) - 1)
+            self.grow(-1, min(len(keys) - len(self.holdings[-1][0].blocks), self.blocks.num_available))
+            self.commit(-1, len(keys), [])
+            if is_closed:
+                self.close(-1)
+
     @precondition(lambda self: self.holdings)
     @rule(which=st.integers(0, 99), count=st.integers(0, 6))
     def grow(self, which: int, count: int) -> None:
@@ -276,6 +292,8 @@ class Model(RuleBasedStateMachine):
         in_tree, held_prefixes = contents(cache), self.held()
         assert in_tree.keys() == self.cached.keys()
         assert all(self.computed[block] == prefix for prefix, block in in_tree.items())
+        for namespace, keys in ALL_KEYS:
+            assert self.blocks.lookup(namespace, keys, 5) == self.match(namespace, keys)
         free = self.blocks._free
         held = {block for holding, _ in self.holdings for block in holding.blocks}
         cached = {block for prefix, block in in_tree.items() if prefix not in held_prefixes}
@@ -297,5 +315,5 @@ class Model(RuleBasedStateMachine):
         super().teardown()
 
 
-Model.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+Model.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestModel = Model.TestCase

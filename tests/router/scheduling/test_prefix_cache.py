@@ -162,6 +162,16 @@ def test_the_ends_below_a_join_hang_on_what_became_of_it() -> None:
     assert tree.cache.match("", keys_of("abce"), 4) == 4
 
 
+def test_a_way_that_leaves_a_stretch_within_it_does_not_come_back_below_it() -> None:
+    tree = Tree()
+    tree.keep("abcd")
+    tree.keep("abce")
+    assert tree.shape == {"abc": "abc", "abcd": "d", "abce": "e"}
+    assert [tree.cache.match("", keys_of(text), 9) for text in ("abd", "ade", "abcex")] == [2, 1, 4]
+    tree.keep("ade")
+    assert tree.shape == {"a": "a", "abc": "bc", "abcd": "d", "abce": "e", "ade": "de"}
+
+
 # ---- duplicates
 
 
@@ -242,11 +252,12 @@ def test_nodes_are_gone_without_the_garbage_collector() -> None:
     try:
         before = num_nodes()
         tree.keep("abcd")
-        tree.keep("abxy")
-        tree.close(tree.open("a"))
-        tree.close(tree.open("ab"))
-        assert num_nodes() == before + 4
-        tree.evict(6)
+        for text in ("abc", "ab", "a"):
+            tree.close(tree.open(text))
+        assert num_nodes() == before + 5
+        tree.close(tree.open("abcd"))
+        assert num_nodes() == before + 2
+        tree.evict(4)
         assert num_nodes() == before
     finally:
         gc.enable()
