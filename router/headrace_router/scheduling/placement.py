@@ -50,7 +50,7 @@ class Placement:
         spared = {sequence.id for sequence in suspects}
         num_decodes = self._place(step, suspects, spared, now)
         while not step.sequences and self._running and not self._flights:
-            # Prefills alone, and no block for any of them: one makes room.
+            # Only prefills could go on, and no block is left for any: one who holds some makes room.
             self._preempt(self._victim(spared) or self._running.sequences[-1], step)
             num_decodes = self._place(step, suspects, spared, now)
         step.is_overdue = bool(step.admitted) and not suspects and self._admission.is_overdue

@@ -1,14 +1,23 @@
-"""A shard and its clients as plain functions, to drive a scheduler and look at every step it makes."""
+"""A router's loop and its clients as plain functions: drives a scheduler and looks at every step it makes."""
 
-import zlib
+from collections import deque
 from dataclasses import dataclass, field
 
 from headrace_router.scheduling.limits import Limits
 from headrace_router.scheduling.request import FinishReason, Request, SamplingParams, Sequence, Status
 from headrace_router.scheduling.scheduler import Scheduler
-from headrace_router.scheduling.step import SampledToken, ScheduledSequence, Step, StepResult, Update
+from headrace_router.scheduling.step import Step, Update
 
-VOCAB_SIZE = 50
+from tests.router.scheduling.device import (
+    VOCAB_SIZE,
+    Device,
+    Message,
+    StepFailed,
+    expected_output,
+    marks_of,
+    message_of,
+)
+from tests.router.scheduling.tree import check_tree, contents
 
 
 def limits_of(
@@ -32,47 +41,57 @@ def limits_of(
     )
 
 
-def request_of(num_prompt: int, max_new_tokens: int, *, salt: int = 0, has_eos: bool = False) -> Request:
+def prompt_of(num_prompt: int, variant: int = 0) -> tuple[int, ...]:
+    """Prompts of different variants have no first token in common."""
+    return tuple((variant + position) % VOCAB_SIZE for position in range(num_prompt))
+
+
+def request_of(
+    num_prompt: int,
+    max_new_tokens: int,
+    *,
+    variant: int = 0,
+    has_eos: bool = False,
+    prompt_ids: tuple[int, ...] = (),
+    priority: int = 0,
+    tenant: str = "",
+    cache_salt: str = "",
+    prompt_logprobs: bool = False,
+) -> Request:
     return Request(
-        prompt_ids=tuple((salt + position) % VOCAB_SIZE for position in range(num_prompt)),
+        prompt_ids=prompt_ids or prompt_of(num_prompt, variant),
         sampling=SamplingParams(temperature=0),
         max_new_tokens=max_new_tokens,
         eos_token_ids=frozenset({0}) if has_eos else frozenset(),
+        priority=priority,
+        tenant=tenant,
+        cache_salt=cache_salt,
+        prompt_logprobs=prompt_logprobs,
     )
 
 
-def next_token(token_ids: list[int]) -> int:
-    """Depends on every token before it."""
-    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
-
-
-def expected_output(request: Request) -> list[int]:
-    """What the request gets when it is alone."""
-    token_ids = list(request.prompt_ids)
-    while len(token_ids) < len(request.prompt_ids) + request.max_new_tokens:
-        token_ids.append(next_token(token_ids))
-        if token_ids[-1] in request.eos_token_ids:
-            break
-    return token_ids[len(request.prompt_ids) :]
-
-
-@dataclass
-class Known:
-    """What the simulated shard keeps of a sequence."""
-
-    token_ids: list[int]
-    num_computed: int
-    blocks: list[int]
+def counts(step: Step) -> dict[int, int]:
+    """Tokens by sequence id."""
+    return {
+        sequence.id: num_tokens for sequence, num_tokens in zip(step.sequences, step.num_tokens, strict=True)
+    }
 
 
 @dataclass
 class Simulation:
-    """Executes steps like a shard, and asserts that each of them could be executed."""
+    """One scheduler and one device, with up to `depth` steps between them."""
 
     scheduler: Scheduler
-    known: dict[int, Known] = field(default_factory=dict)
+    depth: int = 1
     sequences: list[Sequence] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
+    in_flight: deque[Message] = field(default_factory=deque)
+    num_failed_steps: int = 0
+    lost: set[int] = field(default_factory=set)
+    """Sequences that failed with a shard."""
+
+    def __post_init__(self) -> None:
+        self.device = Device(self.scheduler.limits)
 
     def add(self, request: Request) -> Sequence:
         sequence = Sequence(id=len(self.sequences) + 1, request=request, arrived_at=0.0)
@@ -80,88 +99,124 @@ class Simulation:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> list[Update]:
-        """Schedules, executes and updates; no updates when there was nothing to do."""
+    # ---- the loop, in single moves
+
+    def schedule(self) -> Step | None:
+        """Sends a step."""
         step = self.scheduler.schedule(float(len(self.steps)))
-        self.check_blocks()
-        if step is None:
-            return []
-        updates = self.scheduler.update(self.execute(step))
-        self.check_blocks()
+        if step is not None:
+            self._check_step(step)
+            self.steps.append(step)
+            self.in_flight.append(message_of(step))
+        self.check()
+        return step
+
+    def answer(self) -> list[Update]:
+        """The oldest step is executed, and answered or failed."""
+        message = self.in_flight.popleft()
+        updates: list[Update] = []
+        try:
+            result = self.device.execute(message)
+        except StepFailed:
+            self.num_failed_steps += 1
+            for sequence in self.scheduler.fail_step():
+                assert sequence.id in self.device.poisons, "it fails for another's poison"
+        else:
+            updates = self.scheduler.update(result)
+        self.check()
         return updates
+
+    def lose_shard(self) -> list[Sequence]:
+        self.in_flight.clear()
+        self.device.lose()
+        failed = self.scheduler.lose_shard()
+        self.lost.update(sequence.id for sequence in failed)
+        self.check()
+        return failed
+
+    def step(self) -> list[Update]:
+        """One turn of the loop: steps are sent until `depth` are in flight or there is nothing to send, then
+        the oldest is answered. No updates when there was nothing to do."""
+        while len(self.in_flight) < self.depth and self.schedule() is not None:
+            pass
+        return self.answer() if self.in_flight else []
 
     def run(self, max_steps: int = 2000) -> None:
         """Until everybody has finished."""
         for _ in range(max_steps):
             if all(sequence.status is Status.FINISHED for sequence in self.sequences):
-                return
-            num_steps = len(self.steps)
+                break
+            num_steps, num_in_flight = len(self.steps), len(self.in_flight)
             self.step()
-            assert len(self.steps) > num_steps, "somebody waits, but nothing was scheduled"
-        raise AssertionError("somebody never finishes")
+            assert len(self.steps) > num_steps or num_in_flight, "somebody waits, but nothing was scheduled"
+        else:
+            raise AssertionError("somebody never finishes")
+        while self.in_flight:
+            self.answer()
 
-    def execute(self, step: Step) -> StepResult:
+    # ---- what must hold
+
+    def _check_step(self, step: Step) -> None:
         limits = self.scheduler.limits
-        self.steps.append(step)
-        assert 0 < step.num_tokens <= limits.max_step_tokens
-        assert len(step.scheduled) <= limits.max_step_sequences
-        assert step.is_prefill == any(part.is_new or part.num_tokens > 1 for part in step.scheduled)
-        for number in step.dropped_ids:
-            self.known.pop(number, None)
-        tokens = [token for part in step.scheduled if (token := self._compute(part)) is not None]
-        held = [block for known in self.known.values() for block in known.blocks]
-        assert len(held) == len(set(held)), "two sequences write into one block"
-        return StepResult(
-            tokens=tokens,
-            prompt_logprobs=[],
-            errors=[],
-            forward_seconds=0.0,
-            sample_seconds=0.0,
-            idle_seconds=0.0,
-            num_sequences=len(self.known),
-        )
+        assert 0 < step.total_tokens <= limits.max_step_tokens
+        assert len(step.sequences) <= limits.max_step_sequences
+        assert len({sequence.id for sequence in step.sequences}) == len(step.sequences)
+        copied = dict((target, source) for source, target in step.copies)
+        # Steps are executed when they are answered: the device holds what answered steps have computed.
+        for arrival in step.arrivals:
+            sequence = arrival.sequence
+            marks = marks_of(
+                [*sequence.request.prompt_ids, *sequence.output_ids], sequence.request.cache_salt
+            )
+            for position in range(arrival.num_computed):
+                block = sequence.blocks[position // limits.block_size]
+                slot = copied.get(block, block), position % limits.block_size
+                assert self.device.slots.get(slot) == marks[position], "shared before it was computed"
 
-    def _compute(self, part: ScheduledSequence) -> SampledToken | None:
-        sequence = part.sequence
-        if part.is_new:
-            assert sequence.id not in self.known
-            token_ids = [*sequence.request.prompt_ids, *sequence.output_ids]
-            self.known[sequence.id] = Known(token_ids, part.num_computed, [])
-        known = self.known[sequence.id]
-        assert known.num_computed == part.num_computed
-        assert part.num_tokens >= 1
-        known.blocks += part.new_blocks
-        known.num_computed += part.num_tokens
-        assert known.num_computed <= len(known.token_ids)
-        assert known.num_computed <= len(known.blocks) * self.scheduler.limits.block_size
-        assert part.samples == (known.num_computed == len(known.token_ids))
-        if not part.samples:
-            return None
-        token_id = next_token(known.token_ids)
-        known.token_ids.append(token_id)
-        return SampledToken(sequence_id=sequence.id, token_id=token_id, logprob=-1.0)
-
-    def check_blocks(self) -> None:
-        """No block is owned twice, none is lost, finished and waiting sequences own none."""
-        pool = self.scheduler.blocks
-        held: list[int] = []
+    def check(self) -> None:
+        """Every block is free, held or cached, exactly once; what is cached is computed, for its prefix."""
+        blocks, block_size = self.scheduler.blocks, self.scheduler.limits.block_size
+        holdings = []
         for sequence in self.sequences:
-            assert sequence.status is Status.RUNNING or not sequence.blocks
-            held += sequence.blocks
-        assert len(held) == len(set(held)) == pool.num_used
-        assert pool.num_free + len(held) == pool.num_blocks
+            assert (sequence.holding is not None) == (sequence.status is Status.RUNNING)
+            if sequence.holding is not None:
+                holdings.append(sequence.holding)
+                assert len(set(sequence.blocks)) == len(sequence.blocks)
+        free, held = set(blocks._free), {block for holding in holdings for block in holding.blocks}
+        tree = contents(blocks._cache)
+        cached = set(tree.values()) - held
+        assert len(free) == len(blocks._free) == blocks.num_free
+        assert (len(held), len(cached)) == (blocks.num_held, blocks.num_cached)
+        assert len(free) + len(held) + len(cached) == len(free | held | cached) == blocks.num_blocks
+        check_tree(blocks._cache, holdings)
+        for (salt, keys), block in tree.items():
+            token_ids = list(memoryview(b"".join(keys)).cast("I"))
+            marks = marks_of(token_ids, salt)[-block_size:]
+            assert [self.device.slots.get((block, offset)) for offset in range(block_size)] == marks
+        running = [sequence for sequence in self.sequences if sequence.status is Status.RUNNING]
+        assert self.scheduler.num_running == len(running)
+        num_slots = sum(len(sequence.blocks) for sequence in running) * block_size
+        assert self.scheduler.num_unused_slots == num_slots - sum(s.num_computed for s in running) >= 0
+        waiting = [sequence for sequence in self.sequences if sequence.status is Status.WAITING]
+        assert self.scheduler.num_waiting == len(waiting)
+        assert self.scheduler.num_in_flight == len(self.in_flight)
 
     def check_over(self) -> None:
-        """Everybody is gone, the shard has been told, every output is what it would have been alone."""
-        scheduler = self.scheduler
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.blocks.num_used) == (0, 0, 0)
+        """Everybody is gone, the shard has been told, no block is held, every output is what it would have
+        been alone, and nobody failed but those who had to."""
+        scheduler, blocks = self.scheduler, self.scheduler.blocks
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
+        assert (blocks.num_held, scheduler.num_unused_slots) == (0, 0)
+        assert blocks.num_free + blocks.num_cached == blocks.num_blocks
         assert scheduler.schedule(0.0) is None
-        for number in scheduler.take_dropped():
-            self.known.pop(number)
-        assert not self.known
+        self.device.drop(scheduler.take_dropped())
+        assert not self.device.known
+        assert not scheduler._running.late
+        doomed = {*self.device.poisons, *self.device.faults, *self.lost}
         for sequence in self.sequences:
             expected = expected_output(sequence.request)
             if sequence.finish_reason in (FinishReason.LENGTH, FinishReason.EOS):
                 assert sequence.output_ids == expected
             else:
+                assert sequence.finish_reason is FinishReason.CANCELLED or sequence.id in doomed
                 assert sequence.output_ids == expected[: len(sequence.output_ids)]

@@ -1,0 +1,210 @@
+"""A shard as plain Python: executes steps in order, remembers for every slot which tokens it was computed
+for, and asserts that no step uses a slot for anything else.
+
+It fails as a shard does: a sequence by itself, or a step as a whole, which leaves rubbish in its sequences'
+slots. What has failed is forgotten, and named as an error by steps that were sent before that was read.
+"""
+
+import zlib
+from dataclasses import dataclass, field
+
+from headrace_router.scheduling.limits import Limits
+from headrace_router.scheduling.request import Request, Sequence
+from headrace_router.scheduling.step import PromptLogprobs, SampledToken, Step, StepResult
+
+VOCAB_SIZE = 50
+
+
+def next_token(token_ids: list[int]) -> int:
+    """Depends on every token before it."""
+    return zlib.crc32(bytes(token_ids)) % VOCAB_SIZE
+
+
+def expected_output(request: Request) -> list[int]:
+    """What the request gets when it is alone."""
+    token_ids = list(request.prompt_ids)
+    while len(token_ids) < len(request.prompt_ids) + request.max_new_tokens:
+        token_ids.append(next_token(token_ids))
+        if token_ids[-1] in request.eos_token_ids:
+            break
+    return token_ids[len(request.prompt_ids) :]
+
+
+class StepFailed(Exception):
+    """The step as a whole."""
+
+
+@dataclass
+class Known:
+    """What the shard keeps of a sequence."""
+
+    token_ids: list[int]
+    num_computed: int
+    salt: str
+    wants_prompt_logprobs: bool
+    num_prompt: int
+    blocks: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    """For each token, a number for all tokens up to it, and the salt."""
+
+
+@dataclass
+class Message:
+    """A step as it was when it was sent: sequences go on to change."""
+
+    step: Step
+    arrivals: dict[int, Known]
+    rows: list[tuple[Sequence, int, list[int]]]
+    """(sequence, tokens, new blocks)"""
+
+
+def message_of(step: Step) -> Message:
+    """Asserts that the columns fit."""
+    assert len(step.sequences) == len(step.num_tokens) == len(step.num_new_blocks) > 0
+    assert sum(step.num_new_blocks) == len(step.new_blocks)
+    assert sum(step.num_tokens) == step.total_tokens
+    blocks = iter(step.new_blocks)
+    rows = [
+        (sequence, num_tokens, [next(blocks) for _ in range(num_new)])
+        for sequence, num_tokens, num_new in zip(
+            step.sequences, step.num_tokens, step.num_new_blocks, strict=True
+        )
+    ]
+    arrivals = {
+        arrival.sequence.id: Known(
+            token_ids=[*arrival.sequence.request.prompt_ids, *arrival.sequence.output_ids],
+            num_computed=arrival.num_computed,
+            salt=arrival.sequence.request.cache_salt,
+            wants_prompt_logprobs=arrival.sequence.wants_prompt_logprobs,
+            num_prompt=len(arrival.sequence.request.prompt_ids),
+        )
+        for arrival in step.arrivals
+    }
+    assert step.is_prefill == (bool(arrivals) or any(num_tokens > 1 for num_tokens in step.num_tokens))
+    return Message(step, arrivals, rows)
+
+
+class Device:
+    """`poisons` and `faults`: by sequence id, the tokens past which no step survives it, or it does not."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._block_size = limits.block_size
+        self.known: dict[int, Known] = {}
+        self.failed: set[int] = set()
+        self.poisons: dict[int, int] = {}
+        self.faults: dict[int, int] = {}
+        self.slots: dict[tuple[int, int], int] = {}
+        """By block and offset: the mark of what was computed there."""
+
+    def lose(self) -> None:
+        """Another process comes in its place."""
+        self.known.clear()
+        self.failed.clear()
+        self.slots.clear()
+
+    def drop(self, ids: list[int]) -> None:
+        for number in ids:
+            self.known.pop(number, None)
+            self.failed.discard(number)
+
+    def execute(self, message: Message) -> StepResult:
+        """Raises `StepFailed`."""
+        step = message.step
+        self.drop(step.dropped_ids)
+        self._copy(step.copies)
+        for number, known in message.arrivals.items():
+            assert number not in self.known, "it is there already"
+            self.known[number] = known
+            self.failed.discard(number)
+            known.marks = marks_of(known.token_ids, known.salt)
+        result = result_of([])
+        samplers: list[int] = []
+        rows: list[tuple[int, int]] = []
+        for sequence, num_tokens, new_blocks in message.rows:
+            if sequence.id in self.failed:
+                result.errors.append((sequence.id, "it has failed"))
+                continue
+            known = self.known[sequence.id]
+            known.blocks += new_blocks
+            rows.append((sequence.id, num_tokens))
+            assert num_tokens >= 1
+            assert known.num_computed + num_tokens <= len(known.token_ids)
+            assert known.num_computed + num_tokens <= len(known.blocks) * self._block_size
+        for number, num_tokens in rows:
+            if self.known[number].num_computed + num_tokens > self.poisons.get(number, 10**9):
+                self._fail_all(rows)
+                raise StepFailed
+        for number, num_tokens in rows:
+            known = self.known[number]
+            self._compute(known, num_tokens)
+            if known.num_computed > self.faults.get(number, 10**9):
+                result.errors.append((number, "a fault"))
+                del self.known[number]
+                self.failed.add(number)
+                continue
+            if known.wants_prompt_logprobs:
+                result.prompt_logprobs += self._prompt_logprobs(number, num_tokens)
+            if known.num_computed == len(known.token_ids):
+                samplers.append(number)
+                token_id = next_token(known.token_ids)
+                known.token_ids.append(token_id)
+                known.marks += marks_of([token_id], known.salt, known.marks[-1])
+                result.tokens.append(SampledToken(sequence_id=number, token_id=token_id, logprob=-1.0))
+        wanted = [sequence.id for sequence in step.samplers if sequence.id in self.known]
+        assert samplers == wanted
+        result.num_sequences = len(self.known)
+        return result
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        sources, targets = {source for source, _ in copies}, {target for _, target in copies}
+        assert len(targets) == len(copies)
+        assert sources.isdisjoint(targets)
+        for source, target in copies:
+            for offset in range(self._block_size):
+                if (mark := self.slots.get((source, offset))) is not None:
+                    self.slots[target, offset] = mark
+
+    def _compute(self, known: Known, num_tokens: int) -> None:
+        for position in range(known.num_computed):
+            slot = known.blocks[position // self._block_size], position % self._block_size
+            assert self.slots.get(slot) == known.marks[position], "KV of something else"
+        for position in range(known.num_computed, known.num_computed + num_tokens):
+            slot = known.blocks[position // self._block_size], position % self._block_size
+            self.slots[slot] = known.marks[position]
+        known.num_computed += num_tokens
+
+    def _prompt_logprobs(self, number: int, num_tokens: int) -> list[PromptLogprobs]:
+        known = self.known[number]
+        start = max(known.num_computed - num_tokens, 1)
+        count = min(known.num_computed, known.num_prompt) - start
+        if count <= 0:
+            return []
+        return [PromptLogprobs(sequence_id=number, start=start, logprobs=[-1.0] * count, top=[[]] * count)]
+
+    def _fail_all(self, rows: list[tuple[int, int]]) -> None:
+        for number, num_tokens in rows:
+            known = self.known.pop(number)
+            self.failed.add(number)
+            for position in range(known.num_computed, known.num_computed + num_tokens):
+                self.slots[known.blocks[position // self._block_size], position % self._block_size] = -1
+
+
+def marks_of(token_ids: list[int], salt: str, before: int | None = None) -> list[int]:
+    marks: list[int] = []
+    mark = before if before is not None else zlib.crc32(salt.encode())
+    for token_id in token_ids:
+        mark = hash((mark, token_id))
+        marks.append(mark)
+    return marks
+
+
+def result_of(tokens: list[SampledToken]) -> StepResult:
+    return StepResult(
+        tokens=tokens,
+        prompt_logprobs=[],
+        errors=[],
+        forward_seconds=0.0,
+        sample_seconds=0.0,
+        idle_seconds=0.0,
+        num_sequences=0,
+    )
