@@ -1,9 +1,6 @@
-"""The service over a real unix socket: statuses, order, and what is answered while a step runs."""
+"""The service over a real unix socket: statuses, and what is answered while a step runs."""
 
-import asyncio
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -11,100 +8,23 @@ import pytest
 import torch
 from headrace_proto import __version__
 from headrace_proto import shard_pb2 as pb
-from headrace_proto.shard_pb2_grpc import ShardStub
 from headrace_shard import engine as engine_module
 from headrace_shard import service as service_module
-from headrace_shard.engine import Engine
-from headrace_shard.errors import DeviceLost
-from headrace_shard.service import ShardService, create_server
-from headrace_shard.step import Step, StepResult
 
-from tests.shard.small_router import GREEDY, LONG, SmallRouter, load_tiny, sampling, transformers_greedy
-
-TIMEOUT_SECONDS = 60.0
-
-
-@dataclass
-class Serving:
-    """A service in a thread of its own, and a client of it."""
-
-    engine: Engine
-    service: ShardService
-    stub: ShardStub
-    lost: list[DeviceLost]
-    """What the service has said of its device."""
-
-    def execute(self, request: pb.StepRequest, is_decode: bool) -> pb.StepResponse:
-        method = self.stub.Decode if is_decode else self.stub.Prefill
-        return method(request, timeout=TIMEOUT_SECONDS)
-
-    def warm_up(self) -> pb.WarmupResponse:
-        request = pb.WarmupRequest(max_step_tokens=128, max_step_sequences=32, max_total_tokens=64 * 16)
-        return self.stub.Warmup(request, timeout=TIMEOUT_SECONDS)
+from tests.shard.serving import TIMEOUT_SECONDS, Held, Serving, served, status_of
+from tests.shard.small_router import GREEDY, LONG, SmallRouter, transformers_greedy
 
 
 @pytest.fixture
 def serving(folder: Path, tmp_path: Path) -> Iterator[Serving]:
-    loaded = load_tiny(folder)
-    engine = Engine(loaded, kv_cache_memory=0.25, cuda_memory_fraction=0.9)
-    target = f"unix:{tmp_path}/shard"
-    started = threading.Event()
-    stop: list[Callable[[], object]] = []
-    services: list[ShardService] = []
-    lost: list[DeviceLost] = []
-
-    async def serve() -> None:
-        service = ShardService(engine, loaded, on_lost=lost.append)
-        services.append(service)
-        server = create_server(service)
-        server.add_insecure_port(target)
-        await server.start()
-        stopping = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(stopping.set))
-        started.set()
-        await stopping.wait()
-        await server.stop(None)
-        service.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    assert started.wait(TIMEOUT_SECONDS)
-    with grpc.insecure_channel(target, options=(("grpc.max_send_message_length", -1),)) as channel:
-        yield Serving(engine, services[0], ShardStub(channel), lost)
-    stop[0]()
-    thread.join(TIMEOUT_SECONDS)
-    assert not thread.is_alive()
+    with served(folder, tmp_path) as serving:
+        yield serving
 
 
 @pytest.fixture
 def router(serving: Serving) -> SmallRouter:
     serving.warm_up()
     return SmallRouter(serving.execute)
-
-
-class Held:
-    """Holds up the engine's steps until it is told to let them go."""
-
-    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.reached = threading.Event()
-        self.released = threading.Event()
-        real = engine.step
-
-        def step(step: Step) -> StepResult:
-            self.reached.set()
-            assert self.released.wait(TIMEOUT_SECONDS)
-            return real(step)
-
-        monkeypatch.setattr(engine, "step", step)
-
-
-def status_of(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
-    with pytest.raises(grpc.RpcError) as caught:
-        call()
-    error = caught.value
-    assert isinstance(error, grpc.Call)
-    return error.code(), error.details() or ""
 
 
 def test_info_says_what_is_served(serving: Serving) -> None:
@@ -124,6 +44,8 @@ def test_warm_up_says_how_many_blocks_there_are(serving: Serving) -> None:
     assert response.num_blocks == 64
     assert response.block_bytes * 64 <= response.available_bytes == 2**28
     assert response.step_seconds > 0
+    assert [cost.num_tokens for cost in response.step_costs] == [1, 16, 32, 64, 128]
+    assert all(cost.seconds > 0 for cost in response.step_costs)
 
 
 def test_greedy_over_the_wire_equals_transformers(router: SmallRouter, folder: Path) -> None:
@@ -155,47 +77,6 @@ def test_health_and_info_answer_while_a_step_runs(
     assert serving.stub.Info(pb.InfoRequest(), timeout=TIMEOUT_SECONDS).model_type == "llama"
     assert not call.done()
     held.released.set()
-    assert list(call.result().ids) == [1]
-
-
-def test_steps_sent_ahead_give_what_steps_one_by_one_give(router: SmallRouter, serving: Serving) -> None:
-    warm = sampling(temperature=1.1, seed=3)
-    router.add(1, LONG, warm)
-    router.add(2, [9, 8, 7])
-    calls = []
-    for _ in range(12):
-        request, is_decode = router.request(router.plan(32))
-        method = serving.stub.Decode if is_decode else serving.stub.Prefill
-        calls.append(method.future(request, timeout=TIMEOUT_SECONDS))
-    for call in calls:
-        router.note(call.result())
-    ahead = {number: known.output[:8] for number, known in router.sequences.items()}
-    serving.stub.Clear(pb.ClearRequest())
-    one_by_one = SmallRouter(serving.execute)
-    one_by_one.add(1, LONG, warm)
-    one_by_one.add(2, [9, 8, 7])
-    assert one_by_one.run(8) == ahead
-
-
-def test_short_message_does_not_overtake_a_long_one(router: SmallRouter, serving: Serving) -> None:
-    # Megabytes, so that gRPC must cut the first message into pieces; the second one is a few bytes.
-    router.add(1, LONG, sampling(temperature=0.0, suppressed=[1] * 3_000_000))
-    first, _ = router.request(router.plan(128))
-    second, _ = router.request({1: 1})
-    calls = [
-        serving.stub.Prefill.future(first, timeout=TIMEOUT_SECONDS),
-        serving.stub.Decode.future(second, timeout=TIMEOUT_SECONDS),
-    ]
-    assert [list(call.result().ids) for call in calls] == [[1], [1]]
-
-
-def test_step_that_arrives_first_waits_for_the_one_before(router: SmallRouter, serving: Serving) -> None:
-    router.add(1, LONG)
-    first, _ = router.request(router.plan(128))
-    second, _ = router.request({1: 1})
-    call = serving.stub.Decode.future(second, timeout=TIMEOUT_SECONDS)
-    serving.stub.Health(pb.HealthRequest())
-    assert list(serving.stub.Prefill(first, timeout=TIMEOUT_SECONDS).ids) == [1]
     assert list(call.result().ids) == [1]
 
 
