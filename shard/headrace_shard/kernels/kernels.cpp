@@ -3,17 +3,9 @@
 // Knows the layout of the tensors and how work is shared among threads. The cache of one layer is
 // [num_blocks, num_kv_heads, kBlockSize, head_dim], contiguous. Strides are in elements; the last dimension
 // is always contiguous. Nothing here checks its arguments: the caller in Python does.
-#include <memory>
-
 #include "plan.h"
 
 namespace headrace {
-
-// Results of single tiles that wait for their neighbours: entry = (item's partials) + tile * rows + row.
-struct Partials {
-    std::vector<RowState> states;
-    std::unique_ptr<float[]> values;  // [entries, padded_dim]
-};
 
 template <class Products>
 class Attention {
@@ -25,14 +17,17 @@ class Attention {
         : call_(call),
           group_(call.num_heads / call.num_kv_heads),
           padded_dim_(Tiles::pad(call.head_dim)),
-          plan_(make_plan(call)) {
-        partials_.states.resize(plan_.num_partials);
-        partials_.values.reset(new float[plan_.num_partials * padded_dim_]);
-    }
+          plan_(make_plan(call)) {}
 
     void run() {
         int64_t num_tasks = plan_.tasks.size(), num_items = plan_.items.size();
         if (num_tasks == 0) return;
+        // Kept between calls: fresh memory would be cleared page by page each time.
+        static thread_local Workspace memory;
+        memory.divide(std::pair<float*&, int64_t>(partials_.maxima, plan_.num_partials * 4),
+                      std::pair<float*&, int64_t>(partials_.sums, plan_.num_partials * 4),
+                      std::pair<float*&, int64_t>(partials_.values, plan_.num_partials * padded_dim_ * 4));
+        partials_.padded_dim = padded_dim_;
         int num_threads = (int)std::min<int64_t>(call_.num_threads, num_tasks);
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
         {
@@ -65,34 +60,39 @@ class Attention {
                        head_elements * call_.num_kv_heads,
                        std::min(kTileTokens, item.num_visible - start), [&] { lookahead.advance(); });
             int first_visible = item.num_visible - item.num_tokens + 1 - start;  // tokens that row 0 sees
-            auto visible = [&](int row) { return std::min(kTileTokens, first_visible + row / group_); };
-            auto take = [&](int row, RowState state, const float* values) {
-                if (item.partials < 0) return tiles.merge_row(row, state, values);
-                int64_t entry = item.partials + (int64_t)tile * num_rows + row;
-                partials_.states[entry] = state;
-                std::memcpy(&partials_.values[entry * padded_dim_], values, padded_dim_ * sizeof *values);
-            };
             for (int row = 0; row < num_rows; row += kGroupRows)
-                tiles.attend_group(row, std::min(kGroupRows, num_rows - row), visible, take);
+                attend_group(tiles, item, tile, row, std::min(kGroupRows, num_rows - row), first_visible);
         }
-        if (item.partials >= 0) return;
-        for (int row = 0; row < num_rows; ++row)
-            finish(item, row, tiles.row_states[row], tiles.row_values + (int64_t)row * padded_dim_);
+        if (item.partials < 0) finish(item, num_rows, tiles.rows);
     }
 
-    // Rows of partial results that no tile filled kept the sum 0 they were made with: out of their sight.
+    // One group of an item's rows over one tile; row 0 of the item sees first_visible of the tile's tokens.
+    void attend_group(Tiles& tiles, const Item& item, int tile, int row, int count, int first_visible) {
+        int seen[kGroupRows];
+        for (int i = 0; i < count; ++i) seen[i] = std::min(kTileTokens, first_visible + (row + i) / group_);
+        if (seen[count - 1] <= 0) {
+            // Nothing of this tile; merge_item has to find that written.
+            if (item.partials >= 0) std::fill_n(partial(item, tile, row).sums, count, 0.0f);
+        } else if (item.partials >= 0) {
+            tiles.attend_group(row, count, seen, partial(item, tile, row));
+        } else if (tile == 0) {
+            tiles.attend_group(row, count, seen, tiles.rows.from(row));
+        } else {
+            tiles.attend_group(row, count, seen, tiles.tile);
+            merge(tiles.rows.from(row), tiles.tile, count);
+        }
+    }
+
     void merge_item(const Item& item) {
         int num_rows = item.num_tokens * group_;
-        for (int row = 0; row < num_rows; ++row) {
-            int64_t first = item.partials + row;
-            for (int tile = 1; tile < item.num_tiles(); ++tile) {
-                int64_t entry = first + (int64_t)tile * num_rows;
-                if (partials_.states[entry].sum == 0) break;
-                merge(partials_.states[first], &partials_.values[first * padded_dim_],
-                      partials_.states[entry], &partials_.values[entry * padded_dim_], padded_dim_);
-            }
-            finish(item, row, partials_.states[first], &partials_.values[first * padded_dim_]);
-        }
+        for (int row = 0; row < num_rows; row += kGroupRows)
+            for (int tile = 1; tile < item.num_tiles(); ++tile)
+                merge(partial(item, 0, row), partial(item, tile, row), std::min(kGroupRows, num_rows - row));
+        finish(item, num_rows, partial(item, 0, 0));
+    }
+
+    RowStates partial(const Item& item, int tile, int row) const {
+        return partials_.from(item.partials + (int64_t)tile * item.num_tokens * group_ + row);
     }
 
     const Element* query(const Item& item, int row) const {
@@ -106,17 +106,20 @@ class Attention {
 
     int64_t head_of(const Item& item, int row) const { return item.kv_head * group_ + row % group_; }
 
-    void finish(const Item& item, int row, RowState state, float* values) {
-        int64_t index = token_of(item, row) * call_.num_heads + head_of(item, row);
-        finish_row<typename Products::Stored>(state, values, call_.head_dim,
-                                              (Element*)call_.output + index * call_.head_dim);
+    void finish(const Item& item, int num_rows, RowStates states) {
+        for (int row = 0; row < num_rows; ++row) {
+            int64_t index = token_of(item, row) * call_.num_heads + head_of(item, row);
+            finish_row<typename Products::Stored>(states.sums[row], states.values + (int64_t)row * padded_dim_,
+                                                  call_.head_dim,
+                                                  (Element*)call_.output + index * call_.head_dim);
+        }
     }
 
     const Call& call_;
     const int group_;
     const int padded_dim_;
     const Plan plan_;
-    Partials partials_;
+    RowStates partials_;  // results of single tiles that wait for their neighbours
 };
 
 }  // namespace headrace

@@ -11,7 +11,7 @@
 
 namespace headrace {
 
-constexpr int kTaskRows = 96;  // query rows that share the packing of a tile
+constexpr int kTaskRows = 288;  // query rows that share the packing of a tile
 
 struct Call {
     const void* queries;  // [num_tokens, num_heads, head_dim]
@@ -66,8 +66,11 @@ Plan make_plan(const Call& call) {
     for (int sequence = 0; sequence < call.num_sequences; ++sequence) {
         int num_tokens = call.query_starts[sequence + 1] - call.query_starts[sequence];
         int num_cached = call.context_lens[sequence] - num_tokens;
-        for (int first = 0; first < num_tokens; first += task_tokens) {
-            int count = std::min(task_tokens, num_tokens - first);
+        // In parts of like size: a small rest would pack its tiles for a few rows.
+        int num_parts = (num_tokens + task_tokens - 1) / task_tokens;
+        for (int part = 0; part < num_parts; ++part) {
+            int first = (int)((int64_t)num_tokens * part / num_parts);
+            int count = (int)((int64_t)num_tokens * (part + 1) / num_parts) - first;
             for (int kv_head = 0; kv_head < call.num_kv_heads; ++kv_head) {
                 plan.items.push_back({sequence, kv_head, first, count, num_cached + first + count, -1});
                 total_cost += (count * group + kGroupRows) * (int64_t)plan.items.back().num_visible;

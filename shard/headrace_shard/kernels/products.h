@@ -21,6 +21,7 @@ struct FloatProducts {
     static constexpr int kPerWord = 1;
     static Floats add_product(Floats total, Words a, Words b) { return total + (Floats)a * (Floats)b; }
     static void store_packed(Packed* target, Floats values) { store(target, values); }
+    static Floats weight(Floats x) { return exp2(x); }
 };
 
 #if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
@@ -35,6 +36,15 @@ struct PairProducts {
     }
     static void store_packed(Packed* target, Floats values) {
         _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+    }
+    // 2^x with a relative error below 1.1e-4: bfloat16 is rounded twenty times as much.
+    static Floats weight(Floats x) {
+        Floats rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+        Floats power = splat(0.0780245226f);
+        power = power * rest + 0.226067155f;
+        power = power * rest + 0.69583354f;
+        power = power * rest + 0.999925219f;
+        return (Floats)_mm512_scalef_ps((__m512)power, (__m512)x);
     }
 };
 using BFloat16Products = PairProducts;

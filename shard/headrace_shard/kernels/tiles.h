@@ -7,60 +7,77 @@
 // many threads, and whether one thread walks the context or several share it.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <new>
+#include <tuple>
 
 #include "packing.h"
 
 namespace headrace {
 
-constexpr int kTileTokens = 256;
+constexpr int kTileTokens = 512;
 
-// Where one row stands: the scores' maximum in units of log2, the sum of the weights under that maximum.
-// A row that has seen nothing has sum 0. The weighted values [padded_dim] lie beside it.
-struct RowState {
-    float maximum;
-    float sum;
+// Where rows stand: their scores' maxima in units of log2, the sums of the weights under these maxima, and
+// the weighted values, [rows, padded_dim].
+struct RowStates {
+    float* maxima;
+    float* sums;  // 0 for a row that has seen nothing
+    float* values;
+    int padded_dim;
+
+    RowStates from(int64_t row) const { return {maxima + row, sums + row, values + row * padded_dim, padded_dim}; }
 };
 
-// Adds a tile to what the row has seen before it.
-inline void merge(RowState& row, float* values, RowState tile, const float* tile_values, int padded_dim) {
-    if (row.sum == 0) {
-        row = tile;
-        std::memcpy(values, tile_values, padded_dim * sizeof *values);
-        return;
+// Adds to at most kGroupRows rows what they see of one tile. Compiled once, so that every caller rounds alike.
+__attribute__((noinline)) void merge(RowStates rows, RowStates tile, int num_rows) {
+    constexpr int kLanes = (kGroupRows + kWidth - 1) / kWidth * kWidth;
+    float keep[kLanes], take[kLanes];
+    for (int lane = 0; lane < num_rows; lane += kWidth) {
+        int count = num_rows - lane < kWidth ? num_rows - lane : kWidth;
+        Floats before = load_some<Float32>(rows.maxima + lane, count);
+        Floats now = load_some<Float32>(tile.maxima + lane, count);
+        Floats sums = load_some<Float32>(tile.sums + lane, count);
+        Floats highest = sums != 0.0f ? maximum(now, before) : before;
+        Floats kept = exp2(before - highest), taken = exp2(now - highest);
+        store(keep + lane, kept);
+        store(take + lane, taken);
+        store_some<Float32>(rows.maxima + lane, highest, count);
+        Floats total = load_some<Float32>(rows.sums + lane, count);
+        total = sums != 0.0f ? total * kept + sums * taken : total;
+        store_some<Float32>(rows.sums + lane, total, count);
     }
-    float maximum = row.maximum > tile.maximum ? row.maximum : tile.maximum;
-    float keep = exp2(row.maximum - maximum);
-    float take = exp2(tile.maximum - maximum);
-    row = {maximum, row.sum * keep + tile.sum * take};
-    for (int dim = 0; dim < padded_dim; dim += kWidth)
-        store(values + dim, load<Floats>(values + dim) * keep + load<Floats>(tile_values + dim) * take);
+    for (int row = 0; row < num_rows; ++row) {
+        if (tile.sums[row] == 0) continue;
+        float* values = rows.values + row * rows.padded_dim;
+        const float* added = tile.values + row * rows.padded_dim;
+        for (int dim = 0; dim < rows.padded_dim; dim += kWidth)
+            store(values + dim, load<Floats>(values + dim) * keep[row] + load<Floats>(added + dim) * take[row]);
+    }
 }
 
 // Softmax of one row: scores[0 .. num_visible - 1] -> weights under their own maximum, zeros up to
-// num_columns (a multiple of kWidth). `scale` includes log2(e). NaN scores make the sum NaN.
+// num_columns (a multiple of kWidth). `scale` is not negative and includes log2(e). NaN scores make the sum
+// NaN. Gives maximum and sum.
 template <class Products>
-RowState weigh(const float* scores, int num_visible, int num_columns, float scale,
-               typename Products::Packed* weights) {
+std::pair<float, float> weigh(const float* scores, int num_visible, int num_columns, float scale,
+                              typename Products::Packed* weights) {
     int whole = num_visible / kWidth * kWidth;
     Ints rest = first_lanes(num_visible - whole);
     Floats highest = splat(-INFINITY);
     for (int column = 0; column < whole; column += kWidth)
-        highest = maximum(load<Floats>(scores + column) * scale, highest);
-    if (whole < num_visible) {
-        Floats last = load<Floats>(scores + whole) * scale;
-        highest = maximum(rest ? last : splat(-INFINITY), highest);
-    }
-    float top = largest(highest);
+        highest = maximum(load<Floats>(scores + column), highest);
+    if (whole < num_visible)
+        highest = maximum(rest ? load<Floats>(scores + whole) : splat(-INFINITY), highest);
+    float top = largest(highest) * scale;
     Floats total = {};
     for (int column = 0; column < whole; column += kWidth) {
-        Floats weight = exp2(load<Floats>(scores + column) * scale - top);
+        Floats weight = Products::weight(load<Floats>(scores + column) * scale - top);
         total += weight;
         Products::store_packed(weights + column, weight);
     }
     for (int column = whole; column < num_columns; column += kWidth) {
-        Floats weight = exp2(load<Floats>(scores + column) * scale - top);
+        Floats weight = Products::weight(load<Floats>(scores + column) * scale - top);
         weight = rest ? weight : Floats{};
         rest = Ints{};
         total += weight;
@@ -116,9 +133,8 @@ struct TileAttention {
     Packed* spare;       // [kBlockSize, padded_dim]
     float* scores;       // [kGroupRows, kTileTokens]
     Packed* weights;     // [kGroupRows, kTileTokens]
-    float* tile_values;  // [kGroupRows, padded_dim]
-    float* row_values;   // [rows, padded_dim]
-    RowState* row_states;  // [rows]
+    RowStates rows;
+    RowStates tile;  // of one group
 
     static int pad(int head_dim) {
         constexpr int multiple = Products::kPerWord * kWidth;
@@ -136,9 +152,13 @@ struct TileAttention {
                          std::pair<Packed*&, int64_t>(spare, kBlockSize * dim * packed),
                          std::pair<float*&, int64_t>(scores, kGroupRows * kTileTokens * 4),
                          std::pair<Packed*&, int64_t>(weights, kGroupRows * kTileTokens * packed),
-                         std::pair<float*&, int64_t>(tile_values, kGroupRows * dim * 4),
-                         std::pair<float*&, int64_t>(row_values, num_rows * dim * 4),
-                         std::pair<RowState*&, int64_t>(row_states, num_rows * (int64_t)sizeof(RowState)));
+                         std::pair<float*&, int64_t>(rows.maxima, num_rows * 4),
+                         std::pair<float*&, int64_t>(rows.sums, num_rows * 4),
+                         std::pair<float*&, int64_t>(rows.values, num_rows * dim * 4),
+                         std::pair<float*&, int64_t>(tile.maxima, kGroupRows * 4),
+                         std::pair<float*&, int64_t>(tile.sums, kGroupRows * 4),
+                         std::pair<float*&, int64_t>(tile.values, kGroupRows * dim * 4));
+        rows.padded_dim = tile.padded_dim = padded_dim;
     }
 
     int64_t key_panel_words() const { return padded_dim / Products::kPerWord * kPanelColumns; }
@@ -147,7 +167,6 @@ struct TileAttention {
     void take_query(int row, const Element* query) {
         Packed* target = queries + (int64_t)row * padded_dim;
         widen_row<Products>(query, head_dim, padded_dim, target);
-        row_states[row] = {-INFINITY, 0};
     }
 
     // blocks: the tile's entries of the block table; num_tokens: how many of the tile's tokens count.
@@ -165,48 +184,30 @@ struct TileAttention {
         }
     }
 
-    // Attends with rows first .. first + num_rows - 1 (one group) over the packed tile. `visible(row)` tells
-    // how many of the tile's tokens a row sees, growing with the row; `take(row, state, values)` receives
-    // the result of each row that sees any.
-    template <class Visible, class Take>
-    void attend_group(int first, int num_rows, Visible visible, Take take) {
-        int most = visible(first + num_rows - 1);
-        if (most <= 0) return;
-        int num_columns = (most + kBlockSize - 1) / kBlockSize * kBlockSize;
+    // Attends with rows first .. first + num_rows - 1 (one group) over the packed tile, of whose tokens row i of
+    // the group sees the first seen[i], growing with the row. Where it sees none its result is the sum 0.
+    void attend_group(int first, int num_rows, const int* seen, RowStates result) {
+        int num_columns = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize * kBlockSize;
         int64_t row_words = padded_dim / Products::kPerWord;
-        const uint32_t* rows = (const uint32_t*)(queries + (int64_t)first * padded_dim);
-        multiply_group<Products>(num_rows, rows, row_words, keys, key_panel_words(), scores, kTileTokens,
+        const uint32_t* words = (const uint32_t*)(queries + (int64_t)first * padded_dim);
+        multiply_group<Products>(num_rows, words, row_words, keys, key_panel_words(), scores, kTileTokens,
                                  row_words, num_columns);
-        RowState states[kGroupRows];
-        for (int i = 0; i < num_rows; ++i) {
-            int seen = visible(first + i);
-            states[i] = weigh<Products>(scores + i * kTileTokens, seen > 0 ? seen : 0, num_columns, scale,
-                                        weights + i * kTileTokens);
-        }
-        multiply_group<Products>(num_rows, (const uint32_t*)weights, kTileTokens / Products::kPerWord, values,
-                                 value_panel_words(), tile_values, padded_dim,
-                                 num_columns / Products::kPerWord, padded_dim);
         for (int i = 0; i < num_rows; ++i)
-            if (visible(first + i) > 0) take(first + i, states[i], tile_values + i * padded_dim);
-    }
-
-    void merge_row(int row, RowState state, const float* values_of_tile) {
-        merge(row_states[row], row_values + (int64_t)row * padded_dim, state, values_of_tile, padded_dim);
+            std::tie(result.maxima[i], result.sums[i]) =
+                weigh<Products>(scores + i * kTileTokens, std::max(seen[i], 0), num_columns, scale,
+                                weights + i * kTileTokens);
+        multiply_group<Products>(num_rows, (const uint32_t*)weights, kTileTokens / Products::kPerWord, values,
+                                 value_panel_words(), result.values, padded_dim,
+                                 num_columns / Products::kPerWord, padded_dim);
     }
 };
 
 // Divides by the sum of the weights and stores head_dim numbers in the model's format.
 template <class Storage>
-void finish_row(RowState state, float* values, int head_dim, typename Storage::Element* output) {
-    float factor = 1.0f / state.sum;
-    int dim = 0;
-    for (; dim + kWidth <= head_dim; dim += kWidth)
-        Storage::store(output + dim, load<Floats>(values + dim) * factor);
-    if (dim < head_dim) {
-        typename Storage::Element rest[kWidth];
-        Storage::store(rest, load<Floats>(values + dim) * factor);
-        std::memcpy(output + dim, rest, (head_dim - dim) * sizeof *rest);
-    }
+void finish_row(float sum, const float* values, int head_dim, typename Storage::Element* output) {
+    float factor = 1.0f / sum;
+    for (int dim = 0; dim < head_dim; dim += kWidth)
+        store_some<Storage>(output + dim, load<Floats>(values + dim) * factor, std::min(kWidth, head_dim - dim));
 }
 
 }  // namespace headrace

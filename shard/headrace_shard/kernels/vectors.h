@@ -70,17 +70,22 @@ inline Ints first_lanes(int count) {
     return lane_numbers(std::make_integer_sequence<int, kWidth>{}) < (Ints{} + count);
 }
 
-inline float sum(Floats vector) {
-    float total = 0;
-    for (int lane = 0; lane < kWidth; ++lane) total += vector[lane];
-    return total;
+// Folds a vector's upper lanes onto its lower ones until one lane is left.
+template <int step, class Fold>
+inline float fold(Floats vector, Fold combine) {
+    if constexpr (step == 0) {
+        return vector[0];
+    } else {
+        Floats moved = __builtin_shuffle(vector, lane_numbers(std::make_integer_sequence<int, kWidth>{}) + step);
+        return fold<step / 2>(combine(vector, moved), combine);
+    }
 }
 
-inline float largest(Floats vector) {
-    float result = vector[0];
-    for (int lane = 1; lane < kWidth; ++lane) result = vector[lane] > result ? vector[lane] : result;
-    return result;
+inline float sum(Floats vector) {
+    return fold<kWidth / 2>(vector, [](Floats a, Floats b) { return a + b; });
 }
+
+inline float largest(Floats vector) { return fold<kWidth / 2>(vector, maximum); }
 
 // 2^x for x <= 0 (or a little above), relative error below 3e-7. Below -126 the answer stays at 2^-126.
 // The nearest integer goes to the exponent, a minimax polynomial takes the rest in [-1/2, 1/2].
@@ -97,7 +102,5 @@ inline Floats exp2(Floats x) {
     power = power * rest + 1.00000007f;
     return (Floats)((Ints)power + ((Ints)shifted << 23));
 }
-
-inline float exp2(float x) { return exp2(splat(x))[0]; }
 
 }  // namespace headrace

@@ -16,7 +16,7 @@ from tests.shard.kernels.dense import Step, make_step
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 # Decodes, chunks at offsets, a first chunk; lengths around the borders of blocks and tiles.
-MIXED = [(0, 1), (319, 1), (255, 1), (256, 1), (0, 40), (250, 13), (512, 5), (37, 70), (15, 1)]
+MIXED = [(0, 1), (319, 1), (511, 1), (512, 1), (0, 40), (506, 13), (1024, 5), (37, 70), (15, 1)]
 
 
 def assert_right(step: Step, kernels: PagedKernels) -> None:
