@@ -32,6 +32,8 @@ using BFloat16Operands = PairOperands;
 using BFloat16Operands = WideOperands<BFloat16>;
 #endif
 
+constexpr int kAhead = 8192;  // bytes of a panel that are on their way to the second-level cache
+
 struct Product {
     const void* x;     // [num_rows, depth], rows x_stride elements apart
     int64_t x_stride;
@@ -99,7 +101,7 @@ class WeightProduct {
 #pragma GCC unroll 8
             for (int j = 0; j < num_vectors; ++j) {
                 columns[j] = Operands::load_columns(panel + j * kWidth * kPerWord);
-                __builtin_prefetch((const char*)(panel + j * kWidth * kPerWord) + 2048);
+                __builtin_prefetch((const char*)(panel + j * kWidth * kPerWord) + kAhead, 0, 2);
             }
 #pragma GCC unroll 8
             for (int i = 0; i < num_rows; ++i) {

@@ -27,6 +27,59 @@ _ROTATE: list[Any] = [
 # fmt: on
 
 
+class PackedWeight:
+    """A weight [N, K] in the kernels' own order, or two that make a gated product, and what is added to it.
+
+    Made by `DenseKernels`. Everything but the rows is settled once, for a step of one token spends more time
+    on calls than some of them take.
+    """
+
+    def __init__(
+        self, multiply: Any, panels: Tensor, num_results: int, *, bias: Tensor | None, is_gated: bool
+    ) -> None:
+        self.panels = panels
+        """[P, K / word, columns, word]: all of the weight's memory, zeros behind the last column."""
+        self.num_results = num_results
+        self._kernel = multiply
+        self._bias = bias
+        self._is_gated = is_gated
+        self._format = _FORMATS[panels.dtype]
+        self._depth = panels.shape[1] * panels.shape[3]
+
+    def multiply(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        """Rows x [M, K] times the weight transposed, plus the bias and `addend` [M, N]; gives [M, N].
+
+        Gated (Shazeer 2020, SwiGLU): silu(x gate^T) * (x value^T) in its place.
+        """
+        x = _with_whole_rows(x)
+        num_rows, depth = x.shape
+        assert x.dtype == self.panels.dtype and depth == self._depth
+        y = torch.empty((num_rows, self.num_results), dtype=x.dtype)
+        if addend is not None:
+            addend = addend.contiguous()
+            assert addend.dtype == x.dtype and addend.shape == y.shape
+        self._kernel(
+            self._format,
+            x.data_ptr(),
+            x.stride(0),
+            self.panels.data_ptr(),
+            self._bias.data_ptr() if self._bias is not None else None,
+            addend.data_ptr() if addend is not None else None,
+            y.data_ptr(),
+            num_rows,
+            depth,
+            self.num_results,
+            self._is_gated,
+            torch.get_num_threads(),
+        )
+        return y
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows `indices` [T] of the weight as it was before it was packed, [T, K]."""
+        num_columns = self.panels.shape[2]
+        return self.panels[indices // num_columns, :, indices % num_columns].flatten(1)
+
+
 class DenseKernels:
     """Products with packed weights and what stands beside them, in float32, bfloat16 or float16.
 
@@ -50,69 +103,25 @@ class DenseKernels:
         """Whether `weight` [N, K] can be packed: K has to be whole words, of 1 or 2 numbers."""
         return weight.dtype in _FORMATS and weight.shape[1] % self._numbers_per_word[weight.dtype] == 0
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """[N, K] as panels [P, K / word, columns, word] for `multiply`; zeros fill the last panel."""
-        num_words = weight.shape[1] // self._numbers_per_word[weight.dtype]
-        filled = pad(weight, (0, 0, 0, -len(weight) % self._panel_columns))
-        return (
-            filled.view(-1, self._panel_columns, num_words, weight.shape[1] // num_words)
-            .transpose(1, 2)
-            .contiguous()
-        )
-
-    def pack_gated(self, gate: Tensor, value: Tensor) -> Tensor:
-        """Two weights [N, K] as panels for a gated `multiply`: each holds some gates, then their values."""
-        half = self._panel_columns // 2
-        parts = [
-            pad(part, (0, 0, 0, -len(part) % half)).view(-1, half, part.shape[1]) for part in (gate, value)
-        ]
-        return self.pack(torch.cat(parts, dim=1).flatten(0, 1))
-
-    def rows(self, packed: Tensor, indices: Tensor) -> Tensor:
-        """Rows `indices` [T] of the weight that `pack` was given, [T, K]."""
-        panels, columns = indices // self._panel_columns, indices % self._panel_columns
-        return packed[panels, :, columns].flatten(1)
-
-    def multiply(
-        self,
-        x: Tensor,
-        packed: Tensor,
-        num_results: int,
-        *,
-        bias: Tensor | None = None,
-        addend: Tensor | None = None,
-        is_gated: bool = False,
-    ) -> Tensor:
-        """x [M, K] times the packed weight [N, K] transposed, plus bias [N] and addend [M, N]; gives [M, N].
-
-        Gated (Shazeer 2020, SwiGLU): silu(x gate^T) * (x value^T), of two weights [N, K], without a bias.
-        """
-        x = _with_whole_rows(x)
-        num_rows, depth = x.shape
-        assert x.dtype == packed.dtype and packed.is_contiguous()
-        assert depth == packed.shape[1] * packed.shape[3]
-        assert (1 + is_gated) * num_results <= packed.shape[0] * self._panel_columns
-        y = torch.empty((num_rows, num_results), dtype=x.dtype)
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+        """A copy of `weight` [N, K] in the kernels' order; `bias` [N] is kept as it is."""
         if bias is not None:
-            assert bias.dtype == x.dtype and bias.shape == (num_results,) and not is_gated
-        if addend is not None:
-            addend = addend.contiguous()
-            assert addend.dtype == x.dtype and addend.shape == y.shape
-        self._multiply(
-            _FORMATS[x.dtype],
-            x.data_ptr(),
-            x.stride(0),
-            packed.data_ptr(),
-            bias.data_ptr() if bias is not None else None,
-            addend.data_ptr() if addend is not None else None,
-            y.data_ptr(),
-            num_rows,
-            depth,
-            num_results,
-            is_gated,
-            torch.get_num_threads(),
-        )
-        return y
+            assert bias.dtype == weight.dtype and bias.shape == (len(weight),) and bias.is_contiguous()
+        return PackedWeight(self._multiply, self._panels(weight), len(weight), bias=bias, is_gated=False)
+
+    def pack_gated(self, gate: Tensor, value: Tensor) -> PackedWeight:
+        """Two weights [N, K] for a gated product: each panel holds some gates, then their values."""
+        assert gate.shape == value.shape and gate.dtype == value.dtype
+        half = self._panel_columns // 2
+        parts = [_filled(part, half).view(-1, half, part.shape[1]) for part in (gate, value)]
+        panels = self._panels(torch.cat(parts, dim=1).flatten(0, 1))
+        return PackedWeight(self._multiply, panels, len(gate), bias=None, is_gated=True)
+
+    def _panels(self, weight: Tensor) -> Tensor:
+        num_numbers = self._numbers_per_word[weight.dtype]
+        filled = _filled(weight, self._panel_columns)
+        panels = filled.view(-1, self._panel_columns, weight.shape[1] // num_numbers, num_numbers)
+        return panels.transpose(1, 2).contiguous()
 
     def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / rms(x) * weight for rows x [M, N]; gives [M, N]."""
@@ -151,6 +160,12 @@ class DenseKernels:
             sin.data_ptr(),
             torch.get_num_threads(),
         )
+
+
+def _filled(weight: Tensor, multiple: int) -> Tensor:
+    """[N, K] with rows of zeros behind, so that N is a multiple; a copy only where there is a need."""
+    num_missing = -len(weight) % multiple
+    return pad(weight, (0, 0, 0, num_missing)) if num_missing else weight
 
 
 def _with_whole_rows(tensor: Tensor) -> Tensor:

@@ -109,9 +109,9 @@ class Attention {
     void finish(const Item& item, int num_rows, RowStates states) {
         for (int row = 0; row < num_rows; ++row) {
             int64_t index = token_of(item, row) * call_.num_heads + head_of(item, row);
-            finish_row<typename Products::Stored>(states.sums[row], states.values + (int64_t)row * padded_dim_,
-                                                  call_.head_dim,
-                                                  (Element*)call_.output + index * call_.head_dim);
+            finish_row<typename Products::Stored>(
+                states.sums[row], states.values + (int64_t)row * padded_dim_, call_.head_dim,
+                (Element*)call_.output + index * call_.head_dim);
         }
     }
 

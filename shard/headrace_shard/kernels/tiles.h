@@ -26,10 +26,12 @@ struct RowStates {
     float* values;
     int padded_dim;
 
-    RowStates from(int64_t row) const { return {maxima + row, sums + row, values + row * padded_dim, padded_dim}; }
+    RowStates from(int64_t row) const {
+        return {maxima + row, sums + row, values + row * padded_dim, padded_dim};
+    }
 };
 
-// Adds to at most kGroupRows rows what they see of one tile. Compiled once, so that every caller rounds alike.
+// Adds to at most kGroupRows rows what they see of one tile. Compiled once, so that all callers round alike.
 __attribute__((noinline)) void merge(RowStates rows, RowStates tile, int num_rows) {
     constexpr int kLanes = (kGroupRows + kWidth - 1) / kWidth * kWidth;
     float keep[kLanes], take[kLanes];
@@ -52,7 +54,8 @@ __attribute__((noinline)) void merge(RowStates rows, RowStates tile, int num_row
         float* values = rows.values + row * rows.padded_dim;
         const float* added = tile.values + row * rows.padded_dim;
         for (int dim = 0; dim < rows.padded_dim; dim += kWidth)
-            store(values + dim, load<Floats>(values + dim) * keep[row] + load<Floats>(added + dim) * take[row]);
+            store(values + dim,
+                  load<Floats>(values + dim) * keep[row] + load<Floats>(added + dim) * take[row]);
     }
 }
 
@@ -184,8 +187,8 @@ struct TileAttention {
         }
     }
 
-    // Attends with rows first .. first + num_rows - 1 (one group) over the packed tile, of whose tokens row i of
-    // the group sees the first seen[i], growing with the row. Where it sees none its result is the sum 0.
+    // Attends with one group, rows first .. first + num_rows - 1, over the packed tile. Row i of the group sees
+    // the tile's first seen[i] tokens, growing with the row; where it sees none its result has the sum 0.
     void attend_group(int first, int num_rows, const int* seen, RowStates result) {
         int num_columns = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize * kBlockSize;
         int64_t row_words = padded_dim / Products::kPerWord;
@@ -207,7 +210,8 @@ template <class Storage>
 void finish_row(float sum, const float* values, int head_dim, typename Storage::Element* output) {
     float factor = 1.0f / sum;
     for (int dim = 0; dim < head_dim; dim += kWidth)
-        store_some<Storage>(output + dim, load<Floats>(values + dim) * factor, std::min(kWidth, head_dim - dim));
+        store_some<Storage>(output + dim, load<Floats>(values + dim) * factor,
+                            std::min(kWidth, head_dim - dim));
 }
 
 }  // namespace headrace

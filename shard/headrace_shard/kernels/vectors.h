@@ -76,7 +76,8 @@ inline float fold(Floats vector, Fold combine) {
     if constexpr (step == 0) {
         return vector[0];
     } else {
-        Floats moved = __builtin_shuffle(vector, lane_numbers(std::make_integer_sequence<int, kWidth>{}) + step);
+        constexpr auto lanes = std::make_integer_sequence<int, kWidth>{};
+        Floats moved = __builtin_shuffle(vector, lane_numbers(lanes) + step);
         return fold<step / 2>(combine(vector, moved), combine);
     }
 }

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from headrace_shard.attention.base import AttentionBackend
 from headrace_shard.inputs import ForwardInputs
+from headrace_shard.kernels.dense import DenseKernels
 from headrace_shard.layers.linear import Linear
 from headrace_shard.layers.native import NativeLayer
 from headrace_shard.layers.rotary import Rotation, rotate
@@ -18,6 +19,7 @@ class Attention(NativeLayer):
     backend: AttentionBackend
     key_cache: Tensor
     value_cache: Tensor
+    _kernels: DenseKernels | None = None
 
     def __init__(
         self,
@@ -42,14 +44,18 @@ class Attention(NativeLayer):
         """Use this backend and these tensors of its layout from now on."""
         self.backend, self.key_cache, self.value_cache = backend, key_cache, value_cache
 
+    def use(self, kernels: DenseKernels) -> None:
+        """Rotate with `kernels` from now on; the products are layers of their own."""
+        self._kernels = kernels
+
     def forward(self, hidden: Tensor, rotation: Rotation, inputs: ForwardInputs, residual: Tensor) -> Tensor:
         """[T, hidden_size] to [T, hidden_size], added to `residual`; writes the tokens' keys and values."""
         heads = self.qkv_proj(hidden).view(len(hidden), -1, self.head_dim)
         num_turned = self.num_heads + self.num_kv_heads
         # Queries and keys lie side by side, so one rotation turns both.
         turned = heads[:, :num_turned]
-        if self.kernels is not None:
-            self.kernels.rotate(turned, rotation.cos, rotation.sin)
+        if self._kernels is not None:
+            self._kernels.rotate(turned, rotation.cos, rotation.sin)
         else:
             turned = rotate(turned, rotation)
         queries, keys = turned[:, : self.num_heads], turned[:, self.num_heads :]

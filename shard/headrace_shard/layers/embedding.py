@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headrace_shard.kernels.dense import DenseKernels
+from headrace_shard.kernels.dense import DenseKernels, PackedWeight
 from headrace_shard.layers.linear import Linear
 from headrace_shard.layers.native import NativeLayer
 
@@ -12,9 +12,10 @@ from headrace_shard.layers.native import NativeLayer
 class Embedding(NativeLayer):
     """A table of one vector per token id. A tied output layer multiplies with the same parameter."""
 
+    packed: PackedWeight | None = None
+
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__()
-        self.vocab_size = vocab_size
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size), requires_grad=False)
         self.is_tied = False
         """Set by the output layer that is tied to this table."""
@@ -22,19 +23,19 @@ class Embedding(NativeLayer):
     def use(self, kernels: DenseKernels) -> None:
         """Pack a tied table: a step multiplies with all of it, but looks up a few rows only."""
         if self.is_tied and kernels.can_pack(self.weight):
-            self.weight = nn.Parameter(kernels.pack(self.weight), requires_grad=False)
-            super().use(kernels)
+            self.packed = kernels.pack(self.weight.data)
+            self.weight = nn.Parameter(self.packed.panels, requires_grad=False)
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[T] int64 to [T, hidden_size]."""
-        if self.kernels is not None:
-            return self.kernels.rows(self.weight, token_ids)
+        if self.packed is not None:
+            return self.packed.rows(token_ids)
         return functional.embedding(token_ids, self.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, hidden_size] to [R, vocab_size]."""
-        if self.kernels is not None:
-            return self.kernels.multiply(hidden, self.weight, self.vocab_size)
+        if self.packed is not None:
+            return self.packed.multiply(hidden)
         return functional.linear(hidden, self.weight)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
-from headrace_shard.kernels.dense import DenseKernels
+from headrace_shard.kernels.dense import DenseKernels, PackedWeight
 from headrace_shard.layers.native import NativeLayer
 
 
@@ -16,12 +16,13 @@ class Linear(NativeLayer):
     With kernels, `weight` holds the same numbers in the kernels' own order.
     """
 
+    packed: PackedWeight | None = None
+
     def __init__(self, in_size: int, *out_sizes: int, has_bias: bool) -> None:
         super().__init__()
         self.out_sizes = out_sizes
-        self.out_size = sum(out_sizes)
-        self.weight = nn.Parameter(torch.empty(self.out_size, in_size), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(self.out_size), requires_grad=False) if has_bias else None
+        self.weight = nn.Parameter(torch.empty(sum(out_sizes), in_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(sum(out_sizes)), requires_grad=False) if has_bias else None
 
     def rows(self, part: int) -> slice:
         """Rows of weight and bias that belong to the joined product number `part`."""
@@ -31,13 +32,16 @@ class Linear(NativeLayer):
     def use(self, kernels: DenseKernels) -> None:
         """Pack the weight for `kernels`, if it has a form that they take."""
         if kernels.can_pack(self.weight):
-            self.weight = nn.Parameter(kernels.pack(self.weight), requires_grad=False)
-            super().use(kernels)
+            self._keep(kernels.pack(self.weight.data, self.bias))
+
+    def _keep(self, packed: PackedWeight) -> None:
+        self.packed = packed
+        self.weight = nn.Parameter(packed.panels, requires_grad=False)
 
     def forward(self, hidden: Tensor, addend: Tensor | None = None) -> Tensor:
         """[T, in_size] to [T, sum of out_sizes]; `addend`, of that shape, is added to the product."""
-        if self.kernels is not None:
-            return self.kernels.multiply(hidden, self.weight, self.out_size, bias=self.bias, addend=addend)
+        if self.packed is not None:
+            return self.packed.multiply(hidden, addend)
         product = linear(hidden, self.weight, self.bias)
         return product if addend is None else product + addend
 
@@ -56,15 +60,13 @@ class GatedLinear(Linear):
         """Pack G and U side by side, so that one pass gives the result; with a bias they stay apart."""
         if self.bias is not None or not kernels.can_pack(self.weight):
             super().use(kernels)
-            return
-        packed = kernels.pack_gated(self.weight[self.rows(0)], self.weight[self.rows(1)])
-        self.weight = nn.Parameter(packed, requires_grad=False)
-        self.kernels = kernels
+        else:
+            self._keep(kernels.pack_gated(self.weight.data[self.rows(0)], self.weight.data[self.rows(1)]))
 
     def forward(self, hidden: Tensor, addend: Tensor | None = None) -> Tensor:
-        """[T, in_size] to [T, out_size]."""
-        if self.kernels is not None and self.bias is None:
-            return self.kernels.multiply(hidden, self.weight, self.out_sizes[0], addend=addend, is_gated=True)
+        """[T, in_size] to [T, out_size]; `addend`, of that shape, is added to the product."""
+        if self.packed is not None and self.bias is None:
+            return self.packed.multiply(hidden, addend)
         gate, value = self.split(super().forward(hidden))
         product = silu(gate) * value
         return product if addend is None else product + addend

@@ -37,13 +37,12 @@ def test_product(
         random(num_results, dtype=dtype, seed=2),
         random(num_rows, num_results, dtype=dtype, seed=3),
     )
-    packed = any_dense.pack(weight)
+    plain, biased = any_dense.pack(weight), any_dense.pack(weight, bias)
     product = x.double() @ weight.double().T
-    assert_near(any_dense.multiply(x, packed, num_results), product)
-    assert_near(any_dense.multiply(x, packed, num_results, bias=bias), product + bias)
-    assert_near(any_dense.multiply(x, packed, num_results, addend=addend), product + addend)
-    both = any_dense.multiply(x, packed, num_results, bias=bias, addend=addend)
-    assert_near(both, product + bias + addend)
+    assert_near(plain.multiply(x), product)
+    assert_near(biased.multiply(x), product + bias)
+    assert_near(plain.multiply(x, addend), product + addend)
+    assert_near(biased.multiply(x, addend), product + bias + addend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -55,7 +54,7 @@ def test_gated_product(
     x = random(num_rows, depth, dtype=dtype)
     gate, value = (random(num_results, depth, dtype=dtype, seed=seed) / depth**0.5 for seed in (1, 2))
     exact = silu(x.double() @ gate.double().T) * (x.double() @ value.double().T)
-    assert_near(any_dense.multiply(x, any_dense.pack_gated(gate, value), num_results, is_gated=True), exact)
+    assert_near(any_dense.pack_gated(gate, value).multiply(x), exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -64,7 +63,7 @@ def test_gates_far_from_zero(any_dense: DenseKernels, dtype: torch.dtype) -> Non
     x = torch.cat((x, torch.zeros_like(x)), dim=1)
     gate, value = torch.tensor([[1.0, 0.0]]).to(dtype), torch.tensor([[0.0, 1.0]]).to(dtype)
     x[:, 1] = 1
-    ours = any_dense.multiply(x, any_dense.pack_gated(gate, value), 1, is_gated=True)
+    ours = any_dense.pack_gated(gate, value).multiply(x)
     torch.testing.assert_close(
         ours[:, 0], silu(x[:, 0]), rtol=2 * TOLERANCES[dtype], atol=1e-6, equal_nan=True
     )
@@ -94,9 +93,9 @@ def test_no_bit_depends_on_other_rows_or_threads(
     packed = dense.pack_gated(*weights) if is_gated else dense.pack(weights[0])
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
-    together = dense.multiply(x, packed, num_results, is_gated=is_gated)
+    together = packed.multiply(x)
     torch.set_num_threads(1)
-    alone = [dense.multiply(row[None], packed, num_results, is_gated=is_gated) for row in x]
+    alone = [packed.multiply(row[None]) for row in x]
     torch.set_num_threads(before)
     assert torch.equal(torch.cat(alone), together)
 
@@ -104,9 +103,9 @@ def test_no_bit_depends_on_other_rows_or_threads(
 def test_rows_may_be_a_slice(dense: DenseKernels) -> None:
     wide = random(9, 200, dtype=torch.bfloat16)
     packed = dense.pack(random(70, 64, dtype=torch.bfloat16, seed=1))
-    ours = dense.multiply(wide[:, 30:94], packed, 70)
-    assert torch.equal(ours, dense.multiply(wide[:, 30:94].contiguous(), packed, 70))
-    assert torch.equal(dense.multiply(wide[:, 30:94].T.contiguous().T, packed, 70), ours)
+    ours = packed.multiply(wide[:, 30:94])
+    assert torch.equal(ours, packed.multiply(wide[:, 30:94].contiguous()))
+    assert torch.equal(packed.multiply(wide[:, 30:94].T.contiguous().T), ours)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -114,7 +113,7 @@ def test_rows_may_be_a_slice(dense: DenseKernels) -> None:
 def test_rows_of_a_packed_weight(dense: DenseKernels, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight = random(*shape, dtype=dtype)
     indices = torch.arange(shape[0]).flip(0).repeat(2)
-    assert torch.equal(dense.rows(dense.pack(weight), indices), weight[indices])
+    assert torch.equal(dense.pack(weight).rows(indices), weight[indices])
 
 
 def test_what_cannot_be_packed(dense: DenseKernels) -> None:
@@ -153,6 +152,6 @@ def test_rotation_is_that_of_torch(
 
 def test_wrong_shapes_are_caught(dense: DenseKernels) -> None:
     packed, x = dense.pack(torch.zeros(70, 64)), torch.zeros(2, 64)
-    for wrong, num_results in ((x[:, :62], 70), (x.half(), 70), (x, 700)):
+    for wrong, addend in ((x[:, :62], None), (x.half(), None), (x, torch.zeros(2, 64))):
         with pytest.raises(AssertionError):
-            dense.multiply(wrong, packed, num_results)
+            packed.multiply(wrong, addend)
