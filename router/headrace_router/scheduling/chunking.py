@@ -52,13 +52,13 @@ class StepCosts:
 
     def max_prompt_tokens(self, num_decodes: int, budget: int) -> int:
         """The most prompt tokens, up to `budget`, that a step may compute beside so many decodes."""
-        if not num_decodes or not self._max_slowdown or self._decode_factor is None:
+        # Of a kind of steps that was not seen yet, we suppose that it is like the other one.
+        decode_factor = self._decode_factor or self._mixed_factor
+        mixed_factor = self._mixed_factor or self._decode_factor
+        if not num_decodes or not self._max_slowdown or not decode_factor or not mixed_factor:
             return budget
-        if self._mixed_factor is None:
-            # Of two kinds of steps only one was seen; a short one of the other kind is how it is learnt.
-            return min(budget, max(self._min_tokens, num_decodes))
-        bound = TARGET * self._max_slowdown * self._decode_factor * self._seconds(num_decodes)
-        most = int(self._tokens(bound / self._mixed_factor)) - num_decodes
+        bound = TARGET * self._max_slowdown * decode_factor * self._seconds(num_decodes)
+        most = int(self._tokens(bound / mixed_factor)) - num_decodes
         return min(budget, max(self._min_tokens, most))
 
     def _seconds(self, num_tokens: int) -> float:

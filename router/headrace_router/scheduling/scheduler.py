@@ -194,21 +194,21 @@ class Scheduler:
     def _accept(
         self, sequence: Sequence, token: SampledToken, prompt_logprobs: PromptLogprobs | None
     ) -> Update:
-        request, finish = sequence.request, self._running.finish
+        request, output_ids, token_id = sequence.request, sequence.output_ids, token.token_id
         if request.max_new_tokens == 0:
-            finish(sequence, FinishReason.LENGTH)
+            self._running.finish(sequence, FinishReason.LENGTH)
             return Update(sequence=sequence, prompt_logprobs=prompt_logprobs)
-        sequence.output_ids.append(token.token_id)
-        num_generated = len(sequence.output_ids)
+        output_ids.append(token_id)
+        num_generated = len(output_ids)
         # Length comes first, as in Text Generation Inference: an end-of-sequence token in the last place
         # counts as "length".
         if num_generated >= request.max_new_tokens:
-            finish(sequence, FinishReason.LENGTH)
+            self._running.finish(sequence, FinishReason.LENGTH)
         elif num_generated > request.min_new_tokens:
-            if token.token_id in request.eos_token_ids:
-                finish(sequence, FinishReason.EOS)
-            elif token.token_id in request.stop_token_ids:
-                finish(sequence, FinishReason.STOP)
+            if token_id in request.eos_token_ids:
+                self._running.finish(sequence, FinishReason.EOS)
+            elif token_id in request.stop_token_ids:
+                self._running.finish(sequence, FinishReason.STOP)
         return Update(sequence=sequence, token=token, prompt_logprobs=prompt_logprobs)
 
     def _arrived(self, flight: Flight) -> None:
