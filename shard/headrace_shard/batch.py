@@ -8,6 +8,7 @@ neither the model nor sampling, and trusts its caller: `validation.py` has check
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -92,13 +93,7 @@ class Batch:
         self._free += rows
         return len(rows)
 
-    def blocks_of(self, sequence_ids: Iterable[int]) -> IntArray:
-        """Blocks [B] of the known ones among these sequences, end to end."""
-        rows = [row for row in map(self.row_of.get, sequence_ids) if row is not None]
-        held = [self.block_table[row, : self.num_blocks[row]] for row in rows]
-        return np.concatenate(held).astype(np.int64) if held else np.zeros(0, dtype=np.int64)
-
-    def num_holders(self, blocks: IntArray) -> IntArray:
+    def num_holders(self, blocks: npt.NDArray[np.integer[Any]]) -> IntArray:
         """How many sequences hold each of `blocks` [B]."""
         return self._holders.take(blocks, mode="clip")
 

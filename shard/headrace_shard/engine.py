@@ -30,7 +30,7 @@ from headrace_shard.runner import Runner, Stopwatch
 from headrace_shard.sampling.sampler import SamplingBatch, sample
 from headrace_shard.sampling.state import PenaltyTable, SequenceSampling
 from headrace_shard.step import NewSequence, Step, StepResult
-from headrace_shard.validation import StepLimits, check, check_lengths
+from headrace_shard.validation import StepLimits, check, check_holders, check_lengths
 from headrace_shard.warmup import (
     CacheBudget,
     Capacity,
@@ -158,8 +158,9 @@ class Engine:
         """Execute a step. A new sequence that cannot be taken in is one of the result's errors.
 
         Raises InvalidStep or NotWarm with nothing changed, but that sequences which are dropped and not
-        scheduled again are forgotten. Raises OutOfMemory or ShardError when the computation fails; then the
-        step's sequences are dropped, all others unharmed. Raises DeviceLost when there can be no other step.
+        scheduled again are forgotten. Raises OutOfMemory or ShardError when the computation fails, and
+        InvalidStep when it would write to what others hold; then the step's sequences are dropped, all others
+        unharmed. Raises DeviceLost when there can be no other step.
         """
         started = time.perf_counter()
         if self._limits is None:
@@ -177,7 +178,8 @@ class Engine:
         try:
             if refused:
                 step = step.without(refused)
-            self.drop(step.dropped_ids)
+            if step.dropped_ids:
+                self.drop(step.dropped_ids)
             self._fail(refused, result)
             for sequence in step.new_sequences:
                 self._add(sequence)
@@ -185,6 +187,9 @@ class Engine:
                 self._copy_blocks(step.copied_from, step.copied_to)
             if step.ids:
                 self._execute(step, result)
+        except InvalidStep as error:
+            self._forget_failed(dict.fromkeys(step.ids, f"the step before failed: {error}"))
+            raise
         except Exception as error:  # the edge of one step: whatever went wrong in it, the shard lives
             raise self._fail_step(step, error) from error
         finally:
@@ -240,6 +245,7 @@ class Engine:
         )
 
     def _copy_blocks(self, sources: IntArray, targets: IntArray) -> None:
+        check_holders(targets, self._batch, most=0)
         copied = torch.from_numpy(np.stack((sources, targets))).to(self._loaded.device)
         self._cache.copy_blocks(copied[0], copied[1])
 
@@ -250,6 +256,7 @@ class Engine:
         rows = batch.rows(step.ids)
         batch.grow_blocks(rows, step.num_new_blocks, step.new_blocks)
         prepared = prepare(batch, rows, step.num_tokens)
+        check_holders(prepared.blocks, batch, most=1)
         hidden = runner.forward(prepared.inputs)
         num_sampled = len(prepared.sampled)
         logits = runner.logits(hidden[:num_sampled]) if num_sampled else None
@@ -280,8 +287,9 @@ class Engine:
 
     def _fail(self, reasons: dict[int, str], result: StepResult) -> None:
         """Sequences that fail by themselves."""
-        self._forget_failed(reasons)
-        result.errors += reasons.items()
+        if reasons:
+            self._forget_failed(reasons)
+            result.errors += reasons.items()
 
     def _forget_failed(self, reasons: dict[int, str]) -> None:
         self.drop(reasons)

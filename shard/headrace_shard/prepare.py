@@ -41,6 +41,8 @@ class PreparedStep:
     sampled_columns: Tensor
     """[R] int64: where in these rows the new tokens go."""
     prompt_parts: list[PromptPart]
+    blocks: npt.NDArray[np.int32]
+    """[T] host: the block that each token's keys and values go to."""
     prompt_targets: Tensor
     """[P] int64: the prompt tokens that the last P of `logit_rows` predict."""
 
@@ -58,8 +60,8 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
     token_rows = np.repeat(rows, num_tokens)
     positions = np.arange(starts[-1]) + np.repeat(first - starts[:-1], num_tokens)
     block_size = batch.block_size
-    slots = batch.block_table[token_rows, positions // block_size].astype(np.int64)
-    slots *= block_size
+    blocks = batch.block_table[token_rows, positions // block_size]
+    slots = blocks.astype(np.int64) * block_size
     slots += positions % block_size
     width = -(-int(context_lens.max()) // block_size)
     totals = batch.num_tokens[rows]
@@ -92,7 +94,7 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
         host_context_lens=context_lens,
     )
     prompt_targets = tokens[target_rows, target_columns].long()
-    return PreparedStep(inputs, sampled, sampled_rows, sampled_columns, parts, prompt_targets)
+    return PreparedStep(inputs, sampled, sampled_rows, sampled_columns, parts, blocks, prompt_targets)
 
 
 def _prompt_parts(

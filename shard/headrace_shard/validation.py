@@ -2,11 +2,12 @@
 
 What is wrong with a new sequence by itself concerns that sequence alone; what contradicts the shard or the
 rest of the step concerns the whole step, which then leaves the shard as it was. What passes cannot fail for
-its contents any more.
+its contents any more, but for `check_holders`, which is asked when all blocks of the step are dealt out.
 """
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -66,12 +67,24 @@ def check(step: Step, batch: Batch, limits: StepLimits) -> dict[int, str]:
         step = step.without(refused)
     if len(step.copied_to):
         _check_copies(step, limits)
-    if step.ids or len(step.copied_to):
+    if step.ids:
         held = _Held(step, batch, arriving)
         _check_counts(step, held, limits)
         _check_blocks(step, held, batch.block_size, limits)
-        _check_writes(step, held, batch)
     return refused
+
+
+def check_holders(written: npt.NDArray[np.integer[Any]], batch: Batch, *, most: int) -> None:
+    """Raises InvalidStep when more than `most` sequences hold one of the blocks `written` [W].
+
+    What several sequences hold, all of them read; so nobody may write to it.
+    """
+    index = _first(batch.num_holders(written) > most)
+    if index is not None:
+        raise InvalidStep(
+            f"block {written[index]} would be written to, but others hold it; share only blocks that are "
+            "computed, and copy one that is to be continued"
+        )
 
 
 class _Held:
@@ -83,7 +96,6 @@ class _Held:
             [0 if arriving and number in arriving else batch.row_of[number] for number in step.ids],
             dtype=np.int64,
         )
-        self.rows: IntArray = rows
         self.num_tokens: IntArray = batch.num_tokens[rows]
         self.num_computed: IntArray = batch.num_computed[rows]
         self.num_blocks: IntArray = batch.num_blocks[rows]
@@ -184,46 +196,6 @@ def _check_copies(step: Step, limits: StepLimits) -> None:
     both = np.intersect1d(step.copied_from, targets)
     if len(both):
         raise InvalidStep(f"block {both[0]} is copied both from and to in one step")
-
-
-def _check_writes(step: Step, held: _Held, batch: Batch) -> None:
-    """What several sequences hold, all of them read; nobody may write to it."""
-    written = np.concatenate((_written_blocks(step, held, batch), step.copied_to))
-    holders = batch.num_holders(written) + _times(written, step.new_blocks)
-    if holders.max() > 1 and step.dropped_ids:
-        holders -= _times(written, batch.blocks_of(step.dropped_ids))
-    index = _first(holders > 1)
-    if index is not None:
-        raise InvalidStep(
-            f"block {written[index]} would be written to, but {holders[index]} sequences hold it; "
-            "share only blocks that are computed, and copy one that is to be continued"
-        )
-
-
-def _written_blocks(step: Step, held: _Held, batch: Batch) -> IntArray:
-    """[W]: blocks that the step's tokens go to, sequence by sequence."""
-    block_size = batch.block_size
-    first = held.num_computed // block_size
-    counts = (held.num_computed + step.num_tokens - 1) // block_size + 1 - first
-    places = np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
-    # Counted from the first block that is new; those before it are in the table.
-    beyond = places - np.repeat(held.num_blocks, counts)
-    is_new = beyond >= 0
-    if not is_new.any():
-        written: IntArray = batch.block_table[np.repeat(held.rows, counts), places].astype(np.int64)
-        return written
-    written = np.empty(len(places), dtype=np.int64)
-    is_old = ~is_new
-    written[is_old] = batch.block_table[np.repeat(held.rows, counts)[is_old], places[is_old]]
-    starts = np.cumsum(step.num_new_blocks) - step.num_new_blocks
-    written[is_new] = step.new_blocks[(np.repeat(starts, counts) + beyond)[is_new]]
-    return written
-
-
-def _times(blocks: IntArray, among: IntArray) -> IntArray:
-    """How often each of `blocks` [W] is in `among`."""
-    ordered = np.sort(among)
-    return np.searchsorted(ordered, blocks, "right") - np.searchsorted(ordered, blocks, "left")
 
 
 def _check_blocks(step: Step, held: _Held, block_size: int, limits: StepLimits) -> None:

@@ -51,6 +51,29 @@ def test_steps_give_what_the_cpu_gives(tiny: Path, chunk: int) -> None:
     assert outputs[0] == outputs[1]
 
 
+def test_shared_and_copied_blocks_give_what_the_cpu_gives(tiny: Path) -> None:
+    outputs = []
+    for device in ("cpu", "cuda"):
+        router = router_on(device, tiny)
+        router.add(1, LONG, GREEDY)
+        router.run(1)
+        for number, parameters in ((2, GREEDY), (3, VARIED)):
+            router.add(number, LONG, parameters)
+            router.share(number, of=1, num_computed=len(LONG) - 1)
+        outputs.append(router.run(16))
+    assert outputs[0] == outputs[1]
+    assert outputs[0][1] == outputs[0][2]
+
+
+def test_cost_of_steps_rises_with_their_size(tiny: Path) -> None:
+    settings = ShardSettings(dtype="float32", device="cuda", attention="sdpa", num_threads=1)
+    engine = Engine(load(tiny, settings), kv_cache_memory=None, cuda_memory_fraction=0.5)
+    capacity = engine.warm_up(max_step_tokens=300, max_step_sequences=64, max_total_tokens=0)
+    assert [size for size, _ in capacity.step_costs] == [1, 16, 32, 64, 128, 256, 300]
+    assert all(seconds > 0 for _, seconds in capacity.step_costs)
+    assert capacity.num_blocks == capacity.available_bytes // capacity.block_bytes
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs(tiny: Path, dtype: str) -> None:
     router = router_on("cuda", tiny, dtype)

@@ -129,5 +129,3 @@ def test_holders_of_blocks_are_counted(events: list[tuple[int, list[int] | None]
     everything = [block for blocks in held.values() for block in blocks]
     counts = batch.num_holders(np.arange(300))
     assert counts.tolist() == [everything.count(block) for block in range(300)]
-    assert sorted(batch.blocks_of([*range(8), 99]).tolist()) == sorted(everything)
-    assert batch.blocks_of([99]).tolist() == []

@@ -11,6 +11,7 @@ from headrace_shard.convert import from_step_request
 from headrace_shard.engine import Engine
 from headrace_shard.errors import InvalidStep, NotWarm, OutOfMemory, ShardError
 from headrace_shard.loading import LoadedModel
+from headrace_shard.warmup import CacheBudget
 
 from tests.shard.small_router import (
     GREEDY,
@@ -281,6 +282,24 @@ def test_cache_takes_what_it_is_given(loaded: LoadedModel) -> None:
     assert capacity.num_blocks == capacity.available_bytes // capacity.block_bytes
     # Two layers, keys and values, two heads of 16 numbers, 16 tokens, float32.
     assert capacity.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
+
+
+def test_memory_is_measured_without_the_temporary_cache(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(loaded, kv_cache_memory=0.01, cuda_memory_fraction=0.9)
+    real = CacheBudget.available_bytes
+    sizes: list[tuple[int, int]] = []
+
+    def available_bytes(budget: CacheBudget) -> int:
+        bound = loaded.model.get_submodule("model.layers.0.self_attn").key_cache
+        assert isinstance(bound, torch.Tensor)
+        sizes.append((engine._cache.num_blocks, len(bound)))
+        return real(budget)
+
+    monkeypatch.setattr(CacheBudget, "available_bytes", available_bytes)
+    engine.warm_up(max_step_tokens=128, max_step_sequences=4, max_total_tokens=0)
+    assert sizes == [(1, 1)]
 
 
 def test_memory_that_holds_no_block_is_refused(loaded: LoadedModel) -> None:

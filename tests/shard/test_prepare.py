@@ -91,6 +91,7 @@ def test_every_tensor_is_what_a_plain_loop_gives(sequences: list[Case], random: 
     assert inputs.token_ids.tolist() == token_ids
     assert inputs.positions.tolist() == positions
     assert inputs.slots.tolist() == slots
+    assert step.blocks.tolist() == [slot // BLOCK_SIZE for slot in slots]
     assert inputs.query_starts.tolist() == starts
     lens = [sequences[number].num_computed + sequences[number].count for number in order]
     assert inputs.context_lens.tolist() == lens

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from headrace_proto import shard_pb2 as pb
-from headrace_shard.engine import Engine
 from headrace_shard.errors import InvalidStep
 
 from tests.shard.small_router import (
@@ -140,29 +139,38 @@ def test_prompt_logprobs_come_for_what_is_computed(
 # ---- nobody writes to what several hold
 
 
-def test_continuing_in_a_shared_block_is_refused(engine: Engine) -> None:
-    router = SmallRouter(execute_on(engine))
+def test_continuing_in_a_shared_block_is_refused(router: SmallRouter, folder: Path) -> None:
     router.add(1, LONG)
     router.run(1)
-    known = router.add(2, LONG)
+    last = router.sequences[1].blocks[-1]
     # The last of these blocks is not full, and is not copied.
-    known.num_computed, known.blocks = len(LONG) - 1, list(router.sequences[1].blocks)
-    last = known.blocks[-1]
-    with pytest.raises(InvalidStep, match=rf"block {last} would be written to, but 2 sequences hold it"):
-        router.step({2: 1})
-    # Nor may the one that had it alone, once it is shared.
-    router.sequences.pop(2)
-    known = router.add(3, LONG)
-    known.num_computed, known.blocks = len(LONG) - 2, list(router.sequences[1].blocks)
-    with pytest.raises(InvalidStep, match="would be written to"):
-        router.step({3: 1, 1: 1})
-    assert router.sequences.pop(3)
-    router.sequences[1].num_computed, router.sequences[1].num_promised = len(LONG), 0
-    assert len(router.run(6)[1]) == 6
+    for number, num_computed in ((2, 69), (3, 65)):
+        known = router.add(number, LONG)
+        known.num_computed, known.blocks = num_computed, list(router.sequences[1].blocks)
+        with pytest.raises(InvalidStep, match=f"block {last} would be written to, but others hold it"):
+            router.step({number: 1})
+        # It is forgotten, and a step that was sent ahead is told so.
+        response = router.step({number: 1})
+        assert [(error.id, "would be written to" in error.message) for error in response.errors] == [
+            (number, True)
+        ]
+        router.drop(number)
+    assert router.run(8)[1] == transformers_greedy(folder, LONG, 8)
 
 
-def test_block_dealt_out_twice_is_refused(engine: Engine) -> None:
-    router = SmallRouter(execute_on(engine))
+def test_shared_block_is_not_continued_by_who_had_it_first(router: SmallRouter) -> None:
+    router.add(1, LONG)
+    router.run(1)
+    # It says that the first has computed more than it has, up to the end of its last block.
+    known = router.add(3, [*LONG, *LONG[:20]])
+    known.num_computed, known.blocks = 80, list(router.sequences[1].blocks)
+    assert list(router.step({3: 10}).ids) == [3]
+    with pytest.raises(InvalidStep, match=f"block {known.blocks[4]} would be written to"):
+        router.step({1: 1})
+    assert router.step({3: 1}).num_sequences == 1
+
+
+def test_block_dealt_out_twice_is_refused(router: SmallRouter) -> None:
     router.add(1, SHORT)
     router.run(1)
     request = pb.StepRequest(
@@ -175,28 +183,28 @@ def test_block_dealt_out_twice_is_refused(engine: Engine) -> None:
         num_new_blocks=[1, 1],
         new_blocks=[60, 60],
     )
-    with pytest.raises(InvalidStep, match="block 60 would be written to, but 2 sequences hold it"):
+    with pytest.raises(InvalidStep, match="block 60 would be written to, but others hold it"):
         router.execute(request, False)
     request.new_blocks[1] = router.sequences[1].blocks[0]
     with pytest.raises(InvalidStep, match=f"block {request.new_blocks[1]} would be written to"):
         router.execute(request, False)
     # It may be, when who holds it is dropped first.
     request.dropped_ids.append(1)
-    assert list(router.execute(request, False).ids) == [5, 6]
+    response = router.execute(request, False)
+    assert list(response.ids) == [5, 6]
+    assert response.num_sequences == 2
 
 
-def test_copy_over_a_block_that_another_holds_is_refused(engine: Engine) -> None:
-    router = SmallRouter(execute_on(engine))
+def test_copy_over_a_block_that_is_held_is_refused(router: SmallRouter, folder: Path) -> None:
     router.add(1, LONG)
     router.run(1)
-    first, second = router.sequences[1].blocks[:2]
+    held = router.sequences[1].blocks[2]
     router.add(2, LONG)
     router.share(2, of=1, num_computed=32)
     request, _ = router.request({2: 1})
     request.copied_from.append(50)
-    request.copied_to.append(second)
-    with pytest.raises(InvalidStep, match=f"block {second} would be written to, but 2 sequences hold it"):
+    request.copied_to.append(held)
+    with pytest.raises(InvalidStep, match=f"block {held} would be written to, but others hold it"):
         router.execute(request, False)
-    request.copied_to[0] = first
-    with pytest.raises(InvalidStep, match=f"block {first} would be written to"):
-        router.execute(request, False)
+    router.drop(2)
+    assert router.run(8)[1] == transformers_greedy(folder, LONG, 8)
