@@ -11,7 +11,7 @@ In this order:
 While somebody is suspected, only suspects are in a step, and everybody else makes room for them.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from headrace_router.scheduling.admission import Admission
 from headrace_router.scheduling.chunking import StepCosts, shares
@@ -59,11 +59,11 @@ class Placement:
         return num_decodes
 
     def _place(self, step: Step, suspects: list[Sequence], spared: Collection[int], now: float) -> int:
+        running = self._running.sequences
         if suspects:
-            running = [sequence for sequence in self._running if sequence.id in spared]
+            prompts = self._place_decodes(step, (other for other in running if other.id in spared), spared)
         else:
-            running = self._running.sequences
-        prompts = self._place_decodes(step, running, spared)
+            prompts = self._place_decodes(step, running, spared)
         num_decodes = len(step.sequences)
         budget = self._limits.max_step_tokens - num_decodes
         if suspects:
@@ -79,11 +79,14 @@ class Placement:
                 self._memory.close(sequence)
         return num_decodes
 
-    def _place_decodes(self, step: Step, running: list[Sequence], spared: Collection[int]) -> list[Sequence]:
+    def _place_decodes(
+        self, step: Step, running: Iterable[Sequence], spared: Collection[int]
+    ) -> list[Sequence]:
         """A token for everybody of `running` who decodes; gives the others, whose prefill is not done."""
         sequences, prompts = step.sequences, list[Sequence]()
         num_new_blocks: dict[int, int] = {}
-        # Preemption takes from the end of `running`, never at or before the sequence that it makes room for.
+        # Preemption takes from the end of those who run, never somebody before the one it makes room for: so
+        # none who is in the step or among `prompts`.
         for sequence in running:
             num_computed = sequence.num_computed
             if num_computed < sequence.num_ready:
@@ -91,8 +94,6 @@ class Placement:
                 sequences.append(sequence)
             elif num_computed < sequence.num_prefill:
                 prompts.append(sequence)
-            elif sequence.status is not Status.RUNNING:
-                continue
             elif num_computed < sequence.num_final and self._make_room(sequence, step, spared):
                 num_new_blocks[len(sequences)] = self._memory.grow(sequence, num_computed + 1)
                 step.new_blocks.append(sequence.blocks[-1])
@@ -104,7 +105,7 @@ class Placement:
         for index, num_new in num_new_blocks.items():
             step.num_new_blocks[index] = num_new
         step.samplers = sequences.copy()
-        return [sequence for sequence in prompts if sequence.status is Status.RUNNING]
+        return prompts
 
     def _make_room(self, sequence: Sequence, step: Step, spared: Collection[int]) -> bool:
         """Makes a block available; False when `sequence` itself was the one to be preempted."""

@@ -93,6 +93,10 @@ class Device:
         self.failed: set[int] = set()
         self.poisons: dict[int, int] = {}
         self.faults: dict[int, int] = {}
+        self.refuses = False
+        """Whether the next step is refused with nothing changed, and with it the one that builds on it."""
+        self.refused_ids: set[int] = set()
+        """All sequences that were in such steps."""
         self.slots: dict[tuple[int, int], int] = {}
         """By block and offset: the mark of what was computed there."""
 
@@ -110,6 +114,10 @@ class Device:
     def execute(self, message: Message) -> StepResult:
         """Raises `StepFailed`."""
         step = message.step
+        if self.refuses or self._builds_on_refused(message):
+            self.refuses = False
+            self.refused_ids.update(sequence.id for sequence in step.sequences)
+            raise StepFailed
         self.drop(step.dropped_ids)
         self._copy(step.copies)
         for number, known in message.arrivals.items():
@@ -151,9 +159,21 @@ class Device:
                 known.marks += marks_of([token_id], known.salt, known.marks[-1])
                 result.tokens.append(SampledToken(sequence_id=number, token_id=token_id, logprob=-1.0))
         wanted = [sequence.id for sequence in step.samplers if sequence.id in self.known]
-        assert samplers == wanted
+        assert samplers == wanted or self.refused_ids.intersection(samplers + wanted)
         result.num_sequences = len(self.known)
         return result
+
+    def _builds_on_refused(self, message: Message) -> bool:
+        """Whether it names a sequence, or counts on a block, that came with a step that was refused."""
+        for sequence, num_tokens, new_blocks in message.rows:
+            if sequence.id in self.refused_ids and sequence.id not in {*message.arrivals, *self.failed}:
+                known = self.known.get(sequence.id)
+                if known is None:
+                    return True
+                num_slots = (len(known.blocks) + len(new_blocks)) * self._block_size
+                if known.num_computed + num_tokens > min(num_slots, len(known.token_ids)):
+                    return True
+        return False
 
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = {source for source, _ in copies}, {target for _, target in copies}

@@ -120,7 +120,8 @@ class Simulation:
         except StepFailed:
             self.num_failed_steps += 1
             for sequence in self.scheduler.fail_step():
-                assert sequence.id in self.device.poisons, "it fails for another's poison"
+                doomed = {*self.device.poisons, *self.device.refused_ids}
+                assert sequence.id in doomed, "it fails for another's poison"
         else:
             updates = self.scheduler.update(result)
         self.check()
@@ -212,7 +213,7 @@ class Simulation:
         self.device.drop(scheduler.take_dropped())
         assert not self.device.known
         assert not scheduler._running.late
-        doomed = {*self.device.poisons, *self.device.faults, *self.lost}
+        doomed = {*self.device.poisons, *self.device.faults, *self.device.refused_ids, *self.lost}
         for sequence in self.sequences:
             expected = expected_output(sequence.request)
             if sequence.finish_reason in (FinishReason.LENGTH, FinishReason.EOS):

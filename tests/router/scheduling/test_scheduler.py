@@ -111,6 +111,18 @@ def test_tenants_take_turns() -> None:
     assert order == ["a", "b", "a", "a", "a"]
 
 
+@pytest.mark.parametrize(("num_prompt", "max_new_tokens"), [(24, 1), (1, 24)])
+def test_tenants_pay_for_prompts_and_for_answers(num_prompt: int, max_new_tokens: int) -> None:
+    simulation = Simulation(Scheduler(limits_of(max_step_sequences=1)))
+    simulation.add(request_of(num_prompt, max_new_tokens, variant=1, tenant="a"))
+    for tenant in "abbbbb":
+        simulation.add(request_of(1, 6, variant=25, tenant=tenant))
+    simulation.run()
+    order = "".join(sequence.request.tenant for step in simulation.steps for sequence in step.admitted)
+    # 25 tokens of the one are worth four requests of the other.
+    assert order == "abbbbab"
+
+
 # ---- waiting_served_ratio, max_waiting_tokens
 
 
@@ -197,6 +209,20 @@ def test_a_preempted_sequence_comes_back_through_the_cache() -> None:
     # All that was computed whole and not evicted; never the last token, which has not been.
     assert 0 < arrival.num_computed <= young.num_tokens - 1
     assert arrival.num_computed % 4 == 0
+    simulation.run()
+    simulation.check_over()
+
+
+def test_a_preempted_sequence_is_not_passed() -> None:
+    simulation = Simulation(Scheduler(limits_of(num_blocks=16, block_size=4)))
+    _, young = simulation.add(request_of(8, 50)), simulation.add(request_of(8, 50, variant=20))
+    while not young.num_preemptions:
+        simulation.step()
+    assert simulation.scheduler.blocks.num_available > 4
+    short = simulation.add(request_of(1, 1, variant=40))
+    while young.status is Status.WAITING:
+        assert short.status is Status.WAITING
+        simulation.step()
     simulation.run()
     simulation.check_over()
 

@@ -80,7 +80,7 @@ def moves(*, fail: bool) -> st.SearchStrategy[list[tuple[str, object]]]:
     }
     choices = [st.tuples(st.just(kind), values) for kind, values in kinds.items()]
     if fail:
-        choices.append(st.tuples(st.just("lose"), nothing))
+        choices += [st.tuples(st.just(kind), nothing) for kind in ("lose", "refuse")]
     return st.lists(st.one_of(choices), max_size=40)
 
 
@@ -118,6 +118,8 @@ def _play(simulation: Simulation, played: list[tuple[str, object]]) -> None:
             case "step", int(count):
                 for _ in range(count):
                     simulation.step()
+            case "refuse", _:
+                simulation.device.refuses = True
             case "lose", _:
                 simulation.lose_shard()
 

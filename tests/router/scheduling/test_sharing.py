@@ -97,6 +97,16 @@ def test_what_failed_by_itself_leaves_nothing_of_its_last_step() -> None:
     simulation.check_over()
 
 
+def test_what_a_failed_sequence_has_generated_is_not_shared() -> None:
+    simulation = _simulation()
+    sequence = simulation.add(request_of(4, 30))
+    simulation.device.faults[sequence.id] = 21
+    simulation.run()
+    assert len(sequence.output_ids) > 12
+    assert simulation.scheduler.blocks.num_cached == 1
+    simulation.check_over()
+
+
 # ---- leaders and followers
 
 
@@ -126,6 +136,31 @@ def test_followers_are_passed_by_those_who_have_nothing_to_wait_for() -> None:
     assert simulation.sequences[1].status is Status.WAITING
     simulation.run()
     assert simulation.sequences[1].num_overtaken == 0
+    simulation.check_over()
+
+
+def test_a_follower_waits_for_what_it_has_in_common_and_no_longer() -> None:
+    simulation = _simulation(depth=1, max_step_tokens=8)
+    leader = simulation.add(request_of(80, 2))
+    follower = simulation.add(request_of(0, 2, prompt_ids=(*prompt_of(16), 49)))
+    for num_computed in (8, 16):
+        simulation.step()
+        assert (leader.num_computed, follower.status) == (num_computed, Status.WAITING)
+    simulation.step()
+    assert follower.num_cached == 16
+    assert leader.num_prefill > leader.num_computed
+    simulation.run()
+    simulation.check_over()
+
+
+def test_followers_look_in_their_own_namespace() -> None:
+    simulation = _simulation(max_step_tokens=64)
+    for salt in ("", "a", "a"):
+        simulation.add(request_of(24, 2, cache_salt=salt))
+        if not salt:
+            simulation.run()
+    simulation.run()
+    assert [sequence.num_cached for sequence in simulation.sequences] == [0, 0, 20]
     simulation.check_over()
 
 
@@ -197,6 +232,17 @@ def test_a_sibling_that_comes_after_all_others_have_ended_finds_the_whole_blocks
     simulation.run()
     assert late.num_cached == 12
     assert not any(step.copies for step in simulation.steps)
+    simulation.check_over()
+
+
+def test_siblings_that_want_prompt_logprobs_compute_every_position() -> None:
+    simulation = _simulation(max_step_tokens=64)
+    request = request_of(14, 6, prompt_logprobs=True)
+    for _ in range(3):
+        simulation.add(request)
+        simulation.step()
+    simulation.run()
+    assert [_num_computed(simulation, sequence) for sequence in simulation.sequences] == [19, 19, 19]
     simulation.check_over()
 
 

@@ -145,6 +145,48 @@ def test_suspects_get_blocks_from_everybody_else(num_blocks: int, max_step_token
     simulation.check_over()
 
 
+def test_a_step_that_is_refused_with_nothing_changed_is_tried_again() -> None:
+    simulation = _simulation()
+    simulation.step()
+    leaving = simulation.sequences[3]
+    simulation.scheduler.finish(leaving, FinishReason.CANCELLED)
+    simulation.device.refuses = True
+    while not simulation.num_failed_steps:
+        simulation.step()
+    simulation.run()
+    assert all(s.finish_reason is FinishReason.LENGTH for s in simulation.sequences if s is not leaving)
+    # The shard was told again to forget what a refused step had told it to.
+    simulation.check_over()
+
+
+def test_suspects_copy_nothing_from_somebody_who_may_have_to_make_room() -> None:
+    simulation = _simulation(num_requests=0)
+    request = request_of(6, 12)
+    leader = simulation.add(request)
+    simulation.step()
+    siblings = [simulation.add(request) for _ in range(4)]
+    simulation.device.poisons[siblings[0].id] = 0
+    simulation.run()
+    assert leader.finish_reason is FinishReason.LENGTH
+    first, *others = [step for step in simulation.steps if step.arrivals and leader not in step.admitted]
+    assert len(first.copies) == 4
+    assert not any(step.copies for step in others)
+    simulation.check_over()
+
+
+def test_when_nobody_has_a_block_to_go_on_with_somebody_makes_room() -> None:
+    simulation = Simulation(Scheduler(limits_of(num_blocks=12, max_step_tokens=8)))
+    old, young = [simulation.add(request_of(20, 1, variant=variant)) for variant in (0, 25)]
+    simulation.step()
+    blocks = simulation.scheduler.blocks
+    taken = blocks.open("", [], 0)
+    blocks.grow(taken, blocks.num_available)
+    assert (old.status, young.status) == (Status.RUNNING, Status.RUNNING)
+    step = simulation.scheduler.schedule(0.0)
+    assert step is not None
+    assert (counts(step), step.num_preempted, young.status) == ({old.id: 4}, 1, Status.WAITING)
+
+
 # ---- Suspects alone
 
 
@@ -166,6 +208,8 @@ def test_groups_are_halves_and_a_cleared_one_leaves() -> None:
     certain[2] = 7
     assert group() == [4, 5]
     suspects.accuse((sequence, 9) for sequence in sequences[3:])
+    # One that fails earlier the next time still has to get as far.
+    suspects.accuse((sequence, 3) for sequence in sequences[3:])
     assert group() == [4]
     sequences[3].status = Status.FINISHED
     certain[5] = 8
