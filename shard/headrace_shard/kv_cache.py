@@ -6,11 +6,11 @@ The attention backend fixes the layout; the router says which blocks are whose.
 import math
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace_shard.errors import OutOfMemory
+from headrace_shard.machine import LargePages
 
 
 class CacheLayout(Protocol):
@@ -48,10 +48,11 @@ class KVCache:
         shape = backend.cache_shape(num_blocks, config.num_kv_heads, config.head_dim)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+        pages = LargePages()
         try:
             for _ in range(config.num_layers):
-                self.keys.append(_zeros(shape, dtype, device))
-                self.values.append(_zeros(shape, dtype, device))
+                self.keys.append(_zeros(shape, dtype, device, pages))
+                self.values.append(_zeros(shape, dtype, device, pages))
         except (RuntimeError, MemoryError) as error:
             num_bytes = num_blocks * block_bytes(config, backend, dtype)
             raise OutOfMemory(
@@ -68,13 +69,12 @@ class KVCache:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pages: LargePages) -> Tensor:
     """Zeros, for a slot never written may be read behind a mask, and 0 times NaN is NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # torch would write every page, seconds for a large cache; numpy leaves it to the system, page by page.
-    memory = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(memory).view(dtype).view(shape)
+    # torch would write every page, seconds for a large cache.
+    return pages.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def block_bytes(config: CacheDimensions, backend: CacheLayout, dtype: torch.dtype) -> int:

@@ -1,18 +1,63 @@
-"""How much memory and how many cores this process may use, and whether its GPU still answers. Knows no model.
+"""How much memory and how many cores this process may use, memory in large pages, and whether the GPU still
+answers. Knows no model.
 
 Limits of control groups (cgroups, both versions) count as much as the machine's own: in a container the
 machine has more of everything than the process will get.
 """
 
 import math
+import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
 import psutil
 import torch
+from torch import Tensor
 
 GIB = 1024**3
+
+_LARGE_PAGE_BYTES = 2 * 1024**2
+_CHUNK_BYTES = 64 * 1024**2
+_CACHE_LINE_BYTES = 64
+
+
+class LargePages:
+    """Memory of the host for tensors that lie one beside the other, in large pages where the system has them.
+
+    With pages of 4 KiB a step spends a tenth of its time and more on looking up where weights and keys lie.
+    """
+
+    def __init__(self) -> None:
+        self._chunk = torch.empty(0, dtype=torch.uint8)
+        """What is left of the newest piece; tensors keep the pieces alive that they lie in."""
+
+    def take(self, num_bytes: int) -> Tensor:
+        """[num_bytes] uint8 of zeros, on a cache line; the system provides pages when they are written.
+
+        Raises MemoryError when the process cannot have so many.
+        """
+        if num_bytes > len(self._chunk):
+            self._chunk = _map(max(num_bytes, _CHUNK_BYTES))
+        taken = self._chunk[:num_bytes]
+        self._chunk = self._chunk[-(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES :]
+        return taken
+
+
+def _map(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8 from the border of a large page on."""
+    try:
+        memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise MemoryError(f"the system does not map {spelled(num_bytes)}: {error}") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # A wish: some systems have no such pages.
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    start = -whole.data_ptr() % _LARGE_PAGE_BYTES
+    return whole[start : start + num_bytes]
 
 
 def available_host_bytes(root: Path = Path("/")) -> int:

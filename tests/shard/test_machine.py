@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from headrace_shard.machine import GIB, available_host_bytes, is_lost, num_usable_cores, spelled
+from headrace_shard.machine import GIB, LargePages, available_host_bytes, is_lost, num_usable_cores, spelled
 
 
 def write(folder: Path, **files: str) -> None:
@@ -92,3 +92,27 @@ def test_gpu_is_lost_when_nothing_can_be_waited_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     assert is_lost(gpu)
     assert not is_lost(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 100, 2**20], [2**26, 2**26 + 1, 64], [2**27]])
+def test_large_pages_hold_zeros_side_by_side(sizes: list[int]) -> None:
+    pages = LargePages()
+    parts = [pages.take(size) for size in sizes]
+    assert [len(part) for part in parts] == sizes
+    assert not any(part.any() for part in parts)
+    assert all(part.data_ptr() % 64 == 0 for part in parts if len(part))
+    for number, part in enumerate(parts):
+        part.fill_(number + 1)
+    for number, part in enumerate(parts):
+        assert (part == number + 1).all()
+
+
+def test_pages_outlive_what_made_them() -> None:
+    part = LargePages().take(100).view(torch.float32)
+    part.fill_(3.0)
+    assert part.sum() == 75
+
+
+def test_more_than_the_system_maps_is_no_memory() -> None:
+    with pytest.raises(MemoryError, match=r"does not map 8388608\.0 GiB"):
+        LargePages().take(2**53)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from headrace_shard.machine import LargePages
+
 _FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
@@ -88,6 +90,7 @@ class DenseKernels:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._pages = LargePages()
         self._panel_columns: int = library.headrace_panel_columns()
         self._numbers_per_word = {
             dtype: int(library.headrace_numbers_per_word(number)) for dtype, number in _FORMATS.items()
@@ -121,7 +124,9 @@ class DenseKernels:
         num_numbers = self._numbers_per_word[weight.dtype]
         filled = _filled(weight, self._panel_columns)
         panels = filled.view(-1, self._panel_columns, weight.shape[1] // num_numbers, num_numbers)
-        return panels.transpose(1, 2).contiguous()
+        ordered = panels.transpose(1, 2)
+        memory = self._pages.take(weight.itemsize * ordered.numel())
+        return memory.view(weight.dtype).view(ordered.shape).copy_(ordered)
 
     def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / rms(x) * weight for rows x [M, N]; gives [M, N]."""
