@@ -12,8 +12,10 @@ from headrace_router.scheduling.request import Request, Sequence, Status
 class Memory:
     """Moves blocks between `KVBlocks` and sequences."""
 
-    def __init__(self, blocks: KVBlocks) -> None:
+    def __init__(self, blocks: KVBlocks, *, shares: bool = True) -> None:
+        """`shares`: whether sequences find what others have computed."""
         self.blocks = blocks
+        self._shares = shares
         self.block_size = blocks.block_size
         self._num_slots = 0
         self._num_filled = 0
@@ -34,14 +36,14 @@ class Memory:
     def reusable_blocks(self, sequence: Sequence) -> int:
         """The most leading blocks that a waiting sequence may find instead of computing them. Its last token
         has to be computed, so that the next one can be sampled; and log-probabilities need every position."""
-        if sequence.wants_prompt_logprobs:
+        if not self._shares or sequence.wants_prompt_logprobs:
             return 0
         return (sequence.num_tokens - 1) // self.block_size
 
     def keys_of(self, sequence: Sequence) -> list[bytes]:
-        """The keys of all its whole blocks of known tokens."""
+        """The keys of all its whole blocks of known tokens; none if nothing is shared."""
         keys, block_size = sequence.keys, self.block_size
-        if len(keys) < sequence.num_tokens // block_size:
+        if self._shares and len(keys) < sequence.num_tokens // block_size:
             prompt_ids, start = sequence.request.prompt_ids, len(keys) * block_size
             if start >= len(prompt_ids):
                 keys += block_keys(sequence.output_ids[start - len(prompt_ids) :], block_size)
@@ -73,7 +75,7 @@ class Memory:
         sequence.num_computed = sequence.num_confirmed = num_shared * self.block_size
         self._num_slots += sequence.num_computed
         self._num_filled += sequence.num_computed
-        if copies and num_shared == max_blocks and not sequence.output_ids:
+        if copies and self._shares and num_shared == max_blocks and not sequence.output_ids:
             self._copy_sibling(sequence, num_shared)
 
     def _copy_sibling(self, sequence: Sequence, num_shared: int) -> None:
@@ -102,7 +104,7 @@ class Memory:
     def confirm(self, sequence: Sequence, num_tokens: int) -> None:
         """A step that computed the prefill of a running sequence so far was answered."""
         sequence.num_confirmed = num_tokens
-        if sequence.holding is not None:
+        if self._shares and sequence.holding is not None:
             num_blocks = num_tokens // self.block_size
             self.blocks.commit(sequence.holding, self.keys_of(sequence), num_blocks)
             if num_tokens >= len(sequence.request.prompt_ids):
@@ -122,7 +124,7 @@ class Memory:
         holding = sequence.holding
         if holding is None:
             return
-        if keeps and (num_blocks := self.num_certain(sequence) // self.block_size):
+        if self._shares and keeps and (num_blocks := self.num_certain(sequence) // self.block_size):
             self.blocks.commit(holding, self.keys_of(sequence), num_blocks)
         prompt = _prompt_of(sequence.request)
         if self._siblings.get(prompt) is sequence:

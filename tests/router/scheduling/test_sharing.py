@@ -82,7 +82,13 @@ def test_without_a_cache_nothing_is_shared() -> None:
     for _ in range(2):
         simulation.add(request_of(12, 1))
         simulation.run()
-    assert simulation.sequences[1].num_cached == 0
+    request = request_of(3, 9)
+    for _ in range(2):
+        simulation.add(request)
+        simulation.step()
+    simulation.run()
+    assert not any(sequence.num_cached or sequence.keys for sequence in simulation.sequences)
+    assert not any(step.copies for step in simulation.steps)
     assert simulation.scheduler.blocks.num_free == simulation.scheduler.blocks.num_blocks
 
 
