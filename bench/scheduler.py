@@ -5,7 +5,6 @@ a step of the device, and must not grow with the queue.
 """
 
 import argparse
-import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -204,8 +203,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description=__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="steps of each row (%(default)s)")
     num_steps = parser.parse_args().steps
-    # As the server does: what lives long is not looked at again and again.
-    gc.freeze()
     loads = (_decoding, _turning_over, _held_up)
     figures = [load(num_waiting, num_steps) for load in loads for num_waiting in (0, 4096, 40_000)]
     figures += _looking_up(20)
