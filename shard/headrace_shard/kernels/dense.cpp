@@ -4,6 +4,7 @@
 // always contiguous. Nothing here checks its arguments: the caller in Python does.
 #include "dense.h"
 #include "elementwise.h"
+#include "interface.h"
 
 namespace headrace {
 
@@ -43,14 +44,14 @@ void rotate_shared(void* heads, int64_t token_stride, int64_t num_tokens, int nu
 
 extern "C" {
 
-__attribute__((visibility("default"))) int headrace_panel_columns() { return headrace::kPanelColumns; }
+int headrace_panel_columns() { return headrace::kPanelColumns; }
 
-__attribute__((visibility("default"))) int headrace_numbers_per_word(int format) {
+int headrace_numbers_per_word(int format) {
     using namespace headrace;
     return static_cast<Format>(format) == Format::bfloat16 ? BFloat16Operands::kPerWord : 1;
 }
 
-__attribute__((visibility("default"))) void headrace_multiply(
+void headrace_multiply(
     int format, const void* x, int64_t x_stride, const void* weight, const void* bias, const void* addend,
     void* y, int64_t num_rows, int64_t depth, int64_t num_results, int is_gated, int num_threads) {
     using namespace headrace;
@@ -63,7 +64,7 @@ __attribute__((visibility("default"))) void headrace_multiply(
     }
 }
 
-__attribute__((visibility("default"))) void headrace_normalise(int format, const void* x, int64_t x_stride,
+void headrace_normalise(int format, const void* x, int64_t x_stride,
                                                                const void* weight, void* y, int64_t num_rows,
                                                                int64_t size, float epsilon, int num_threads) {
     using namespace headrace;
@@ -77,7 +78,7 @@ __attribute__((visibility("default"))) void headrace_normalise(int format, const
     }
 }
 
-__attribute__((visibility("default"))) void headrace_rotate(int format, void* heads, int64_t token_stride,
+void headrace_rotate(int format, void* heads, int64_t token_stride,
                                                             int64_t num_tokens, int num_heads, int head_dim,
                                                             const float* cos, const float* sin,
                                                             int num_threads) {

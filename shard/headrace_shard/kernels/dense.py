@@ -9,7 +9,8 @@ from torch.nn.functional import pad
 
 from headrace_shard.machine import LargePages
 
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How the kernels number the formats that they know."""
 
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # fmt: off
@@ -43,10 +44,10 @@ class PackedWeight:
         """[P, K / word, columns, word]: all of the weight's memory, zeros behind the last column."""
         self.num_results = num_results
         self._kernel = multiply
-        self._bias = bias
-        self._is_gated = is_gated
-        self._format = _FORMATS[panels.dtype]
-        self._depth = panels.shape[1] * panels.shape[3]
+        self.bias = bias
+        self.is_gated = is_gated
+        self._format = FORMATS[panels.dtype]
+        self.depth = panels.shape[1] * panels.shape[3]
 
     def multiply(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Rows x [M, K] times the weight transposed, plus the bias and `addend` [M, N]; gives [M, N].
@@ -55,7 +56,7 @@ class PackedWeight:
         """
         x = _with_whole_rows(x)
         num_rows, depth = x.shape
-        assert x.dtype == self.panels.dtype and depth == self._depth
+        assert x.dtype == self.panels.dtype and depth == self.depth
         y = torch.empty((num_rows, self.num_results), dtype=x.dtype)
         if addend is not None:
             addend = addend.contiguous()
@@ -65,13 +66,13 @@ class PackedWeight:
             x.data_ptr(),
             x.stride(0),
             self.panels.data_ptr(),
-            self._bias.data_ptr() if self._bias is not None else None,
+            self.bias.data_ptr() if self.bias is not None else None,
             addend.data_ptr() if addend is not None else None,
             y.data_ptr(),
             num_rows,
             depth,
             self.num_results,
-            self._is_gated,
+            self.is_gated,
             torch.get_num_threads(),
         )
         return y
@@ -90,10 +91,11 @@ class DenseKernels:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
         self._pages = LargePages()
         self._panel_columns: int = library.headrace_panel_columns()
         self._numbers_per_word = {
-            dtype: int(library.headrace_numbers_per_word(number)) for dtype, number in _FORMATS.items()
+            dtype: int(library.headrace_numbers_per_word(number)) for dtype, number in FORMATS.items()
         }
         self._multiply = library.headrace_multiply
         self._multiply.argtypes, self._multiply.restype = _MULTIPLY, None
@@ -104,7 +106,7 @@ class DenseKernels:
 
     def can_pack(self, weight: Tensor) -> bool:
         """Whether `weight` [N, K] can be packed: K has to be whole words, of 1 or 2 numbers."""
-        return weight.dtype in _FORMATS and weight.shape[1] % self._numbers_per_word[weight.dtype] == 0
+        return weight.dtype in FORMATS and weight.shape[1] % self._numbers_per_word[weight.dtype] == 0
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
         """A copy of `weight` [N, K] in the kernels' order; `bias` [N] is kept as it is."""
@@ -135,7 +137,7 @@ class DenseKernels:
         assert weight.dtype == x.dtype and weight.shape == (size,)
         y = torch.empty((num_rows, size), dtype=x.dtype)
         self._normalise(
-            _FORMATS[x.dtype],
+            FORMATS[x.dtype],
             x.data_ptr(),
             x.stride(0),
             weight.data_ptr(),
@@ -155,7 +157,7 @@ class DenseKernels:
             assert table.dtype == torch.float32 and table.is_contiguous()
             assert table.shape == (num_tokens, 1, head_dim)
         self._rotate(
-            _FORMATS[heads.dtype],
+            FORMATS[heads.dtype],
             heads.data_ptr(),
             heads.stride(0),
             num_tokens,

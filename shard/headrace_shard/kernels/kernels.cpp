@@ -3,6 +3,7 @@
 // Knows the layout of the tensors and how work is shared among threads. The cache of one layer is
 // [num_blocks, num_kv_heads, kBlockSize, head_dim], contiguous. Strides are in elements; the last dimension
 // is always contiguous. Nothing here checks its arguments: the caller in Python does.
+#include "interface.h"
 #include "plan.h"
 
 namespace headrace {
@@ -22,7 +23,6 @@ class Attention {
     void run() {
         int64_t num_tasks = plan_.tasks.size(), num_items = plan_.items.size();
         if (num_tasks == 0) return;
-        // Kept between calls: fresh memory would be cleared page by page each time.
         static thread_local Workspace memory;
         memory.divide(std::pair<float*&, int64_t>(partials_.maxima, plan_.num_partials * 4),
                       std::pair<float*&, int64_t>(partials_.sums, plan_.num_partials * 4),
@@ -126,12 +126,11 @@ class Attention {
 
 extern "C" {
 
-__attribute__((visibility("default"))) const char* headrace_instructions() {
+const char* headrace_instructions() {
     return headrace::kInstructions;
 }
 
-// Strides and row in bytes; slot = block * kBlockSize + offset.
-__attribute__((visibility("default"))) void headrace_write(
+void headrace_write(
     const char* keys, int64_t key_token_stride, int64_t key_head_stride, const char* values,
     int64_t value_token_stride, int64_t value_head_stride, char* key_cache, char* value_cache,
     const int64_t* slots, int64_t num_tokens, int64_t num_kv_heads, int64_t row_bytes, int num_threads) {
@@ -151,7 +150,7 @@ __attribute__((visibility("default"))) void headrace_write(
     }
 }
 
-__attribute__((visibility("default"))) void headrace_attend(
+void headrace_attend(
     int format, const void* queries, int64_t query_token_stride, int64_t query_head_stride, void* output,
     const void* key_cache, const void* value_cache, const int32_t* query_starts, const int32_t* context_lens,
     const int32_t* block_tables, int64_t max_blocks, int64_t num_sequences, int num_heads, int num_kv_heads,

@@ -6,9 +6,13 @@ from torch import Tensor, nn
 
 from headrace_shard.checkpoint.config import ModelConfig
 from headrace_shard.inputs import ForwardInputs
+from headrace_shard.kernels.blocks import BlockTensors, DecoderBlocks
+from headrace_shard.kernels.dense import DenseKernels
+from headrace_shard.kv_cache import KVCache
 from headrace_shard.layers.attention import Attention
 from headrace_shard.layers.embedding import Embedding, output_layer
 from headrace_shard.layers.mlp import GatedMLP
+from headrace_shard.layers.native import NativeLayer
 from headrace_shard.layers.norm import RMSNorm
 from headrace_shard.layers.rotary import RotaryEmbedding, Rotation
 from headrace_shard.models.base import CausalLM
@@ -37,9 +41,31 @@ class LlamaBlock(nn.Module):
         output: Tensor = self.mlp(self.post_attention_layernorm(hidden), hidden)
         return output
 
+    def tensors(self) -> BlockTensors | None:
+        """What the kernels need to run the whole block; None while a part of it computes in torch."""
+        attention, mlp = self.self_attn, self.mlp
+        qkv, output = attention.qkv_proj.packed, attention.o_proj.packed
+        gate_up, down = mlp.gate_up_proj.packed, mlp.down_proj.packed
+        if qkv is None or output is None or gate_up is None or not gate_up.is_gated or down is None:
+            return None
+        return BlockTensors(
+            attention_norm=self.input_layernorm.weight.data,
+            qkv=qkv,
+            output=output,
+            mlp_norm=self.post_attention_layernorm.weight.data,
+            gate_up=gate_up,
+            down=down,
+            key_cache=attention.key_cache,
+            value_cache=attention.value_cache,
+        )
 
-class LlamaModel(nn.Module):
+
+class LlamaModel(NativeLayer):
     """Everything below the output layer."""
+
+    _kernels: DenseKernels | None = None
+    _blocks: DecoderBlocks | None = None
+    """All of `layers` in one, where kernels run them whole."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -48,12 +74,41 @@ class LlamaModel(nn.Module):
         self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
+    def use(self, kernels: DenseKernels) -> None:
+        """Run the blocks with `kernels` once they have a cache."""
+        self._kernels = kernels
+
+    @property
+    def runs_whole(self) -> bool:
+        """Whether all blocks run in one call."""
+        return self._blocks is not None
+
+    def split_blocks(self) -> None:
+        """Call the blocks one by one from now on, until they are joined again."""
+        self._blocks = None
+
+    def join_blocks(self) -> None:
+        """Make one call of the blocks, if kernels run them whole; to be done anew for each cache."""
+        self.split_blocks()
+        layers = [layer for layer in self.layers if isinstance(layer, LlamaBlock)]
+        blocks = [tensors for layer in layers if (tensors := layer.tensors()) is not None]
+        if self._kernels is not None and len(blocks) == len(layers):
+            self._blocks = DecoderBlocks(
+                self._kernels,
+                blocks,
+                epsilon=layers[0].input_layernorm.eps,
+                scale=layers[0].self_attn.scale,
+            )
+
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [T, hidden_size]."""
         hidden = self.embed_tokens(inputs.token_ids)
         rotation = self.rotary(inputs.positions)
-        for layer in self.layers:
-            hidden = layer(hidden, rotation, inputs)
+        if self._blocks is not None:
+            hidden = self._blocks.run(hidden, rotation.cos, rotation.sin, inputs)
+        else:
+            for layer in self.layers:
+                hidden = layer(hidden, rotation, inputs)
         normed: Tensor = self.norm(hidden)
         return normed
 
@@ -74,6 +129,11 @@ class LlamaForCausalLM(CausalLM):
         self.model = LlamaModel(config)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = output_layer(config.vocab_size, config.hidden_size, tied_to)
+
+    def bind_cache(self, cache: KVCache) -> None:
+        """Use this cache from now on."""
+        super().bind_cache(cache)
+        self.model.join_blocks()
 
     def forward(self, inputs: ForwardInputs) -> Tensor:
         """Hidden states [T, hidden_size] after the last norm."""
