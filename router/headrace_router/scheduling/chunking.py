@@ -15,6 +15,10 @@ TARGET = 0.85
 SMOOTHING = 0.3
 """Weight of the newest step. A context grows by a chunk with every step, and its cost with it."""
 
+MAX_MIXED = 32
+"""Steps with prompts in them after which one of decodes alone is made, if none came by itself: its cost is
+what the others are measured by, and grows with the contexts."""
+
 _UNIT_COSTS = [(1, 1.0), (2, 2.0)]
 """As many as tokens, until the measured steps say more."""
 
@@ -30,7 +34,7 @@ class StepCosts:
 
     def __init__(self, costs: tuple[tuple[int, float], ...], max_slowdown: float, min_tokens: int) -> None:
         """`costs` are pairs (tokens, seconds) of a warm-up. A step may take `max_slowdown` times as long as
-        one of its decodes alone, 0: as long as it likes; `min_tokens` of prompts it always gets."""
+        one of its decodes alone, 0: as long as it likes; `min_tokens` of prompts it gets at least."""
         self._max_slowdown = max_slowdown
         self._min_tokens = min_tokens
         points = _rising(costs)
@@ -38,6 +42,8 @@ class StepCosts:
         factor = 1.0 if len(points) > 1 else None
         self._decode_factor: float | None = factor
         self._mixed_factor: float | None = factor
+        self._num_mixed = 0
+        """Steps with prompts in them since the last one of decodes alone."""
 
     def observe(self, num_sequences: int, num_tokens: int, seconds: float) -> None:
         """A step of so many sequences and tokens took so long. Prompts alone tell nothing of those beside
@@ -47,16 +53,23 @@ class StepCosts:
         factor = seconds / self._seconds(num_tokens)
         if num_tokens == num_sequences:
             self._decode_factor = _smoothed(self._decode_factor, factor)
+            self._num_mixed = 0
         else:
+            self._num_mixed += 1
             self._mixed_factor = _smoothed(self._mixed_factor, factor)
 
     def max_prompt_tokens(self, num_decodes: int, budget: int) -> int:
-        """The most prompt tokens, up to `budget`, that a step may compute beside so many decodes."""
+        """The most prompt tokens, up to `budget`, that a step may compute beside so many decodes.
+
+        0 once in a while, so that the cost of decodes alone stays known.
+        """
         # Of a kind of steps that was not seen yet, we suppose that it is like the other one.
         decode_factor = self._decode_factor or self._mixed_factor
         mixed_factor = self._mixed_factor or self._decode_factor
         if not num_decodes or not self._max_slowdown or not decode_factor or not mixed_factor:
             return budget
+        if self._num_mixed >= MAX_MIXED:
+            return 0
         bound = TARGET * self._max_slowdown * decode_factor * self._seconds(num_decodes)
         most = int(self._tokens(bound / mixed_factor)) - num_decodes
         return min(budget, max(self._min_tokens, most))

@@ -1,6 +1,6 @@
 """Chunking: how many prompt tokens the decodes can bear, and who gets them."""
 
-from headrace_router.scheduling.chunking import TARGET, StepCosts, shares
+from headrace_router.scheduling.chunking import MAX_MIXED, TARGET, StepCosts, shares
 from headrace_router.scheduling.request import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,6 +52,19 @@ def test_what_steps_really_take_is_followed() -> None:
     for _ in range(20):
         costs.observe(4, 4, 2 * _seconds(4))
     assert abs(costs.max_prompt_tokens(4, 10_000) - at_first) <= 1
+
+
+def test_decodes_alone_are_measured_again_once_in_a_while() -> None:
+    costs = _costs()
+    for _ in range(MAX_MIXED):
+        assert costs.max_prompt_tokens(4, 10_000) > 0
+        costs.observe(5, 104, 2 * _seconds(104))
+    before = costs.max_prompt_tokens(0, 512)
+    assert (before, costs.max_prompt_tokens(4, 10_000)) == (512, 0)
+    # The decodes' contexts have grown as well: so much more is allowed again.
+    costs.observe(4, 4, 8 * _seconds(4))
+    costs.observe(5, 104, 2 * _seconds(104))
+    assert costs.max_prompt_tokens(4, 10_000) > _costs().max_prompt_tokens(4, 10_000)
 
 
 def test_without_a_warm_up_the_first_steps_tell() -> None:
