@@ -28,6 +28,10 @@ MAX_PASSED_OVER = 8
 MAX_FOLLOWING = 64
 """Waiting sequences that wait for a leader behind which we still look for one that does not."""
 
+MAX_PAUSE = 4
+"""Steps in which a leader may compute nothing before nobody waits for it any more. Now and then a step is of
+decodes alone, or of shorter prompts."""
+
 MAX_COMPARED = 16
 """Waiting sequences with room among which the shortest is sought when the step is full already."""
 
@@ -195,9 +199,9 @@ class _Leaders:
                     self.add(sequence)
 
     def _gets_on(self, leader: Sequence) -> bool:
-        """Whether it was in the last step, or may join this one."""
+        """Whether it was in one of the last steps, or may join this one."""
         if leader.status is Status.RUNNING:
-            return leader.last_step_id >= self._step_id - 1
+            return self._step_id - leader.last_step_id <= MAX_PAUSE
         return leader.status is Status.WAITING and leader.holding is not None
 
 

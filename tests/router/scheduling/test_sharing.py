@@ -1,6 +1,7 @@
 """What sequences share: prefixes in the cache, prefixes that are being computed, prompts of one asker."""
 
 import pytest
+from headrace_router.scheduling.admission import MAX_PAUSE
 from headrace_router.scheduling.policy import Policy
 from headrace_router.scheduling.request import FinishReason, Sequence, Status
 from headrace_router.scheduling.scheduler import Scheduler
@@ -193,8 +194,8 @@ def test_nobody_waits_for_a_leader_that_does_not_get_on() -> None:
     ]
     simulation.step()
     assert follower.leader is leader
-    # As if there had been no block for it for two steps.
-    leader.last_step_id -= 2
+    # As if there had been no block for it for some steps.
+    leader.last_step_id -= MAX_PAUSE
     simulation.schedule()
     assert follower.status is Status.RUNNING
     simulation.answer()
