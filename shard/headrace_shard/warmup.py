@@ -1,9 +1,9 @@
 """The steps of a warm-up, made up, what they cost, and how many KV blocks the memory holds beside them.
 
 `largest_step` is as mixed as steps get: one long prompt with its log-probabilities, all other sequences with
-one token, every kind of sampling in each. `longest_decode` looks back at the longest contexts, for a backend
-may copy them. `step_costs` has plain steps of rising size executed. Allocates nothing, and executes nothing
-itself.
+one token, every kind of sampling in each, logits for all of them. `longest_decode` looks back at the longest
+contexts, for a backend may copy them. `step_costs` has plain steps of rising size executed. Nothing here
+allocates, and nothing executes by itself.
 """
 
 import statistics
@@ -81,7 +81,7 @@ def largest_step(
     lengths = _lengths(max_step_tokens, max_step_sequences, max_positions)
     num_blocks = -(-lengths // block_size)
     sequences = [
-        _sequence(number, length, vocab_size, has_prompt_logprobs=number == 0)
+        _sequence(number, length, vocab_size, has_prompt_logprobs=True)
         for number, length in enumerate(lengths.tolist())
     ]
     return _step(sequences, lengths, num_blocks, np.arange(num_blocks.sum()))

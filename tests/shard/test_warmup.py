@@ -31,6 +31,14 @@ def test_step_is_as_large_as_the_limits_allow(
     assert all(
         0 <= sequence.token_ids.min() <= sequence.token_ids.max() < 50 for sequence in step.new_sequences
     )
+    # All of them sample, beside every token that can have a log-probability.
+    assert all(
+        sequence.num_computed_tokens == 0 and sequence.num_prompt_top is not None
+        for sequence in step.new_sequences
+    )
+    assert sum(length > 1 for length in lengths) == -(
+        -(sum(lengths) - len(lengths)) // max(1, max_positions - 1)
+    )
     assert step.num_new_blocks.tolist() == [-(-length // 16) for length in lengths]
     assert step.new_blocks.tolist() == list(range(sum(step.num_new_blocks.tolist())))
 
