@@ -15,6 +15,9 @@ from headrace_shard.batch import Batch, IntArray
 from headrace_shard.inputs import ForwardInputs
 
 
+_NONE: IntArray = np.zeros(0, dtype=np.int64)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptPart:
     """Prompt tokens of one sequence whose log-probabilities this step gives."""
@@ -93,7 +96,7 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
         host_query_lens=num_tokens,
         host_context_lens=context_lens,
     )
-    prompt_targets = tokens[target_rows, target_columns].long()
+    prompt_targets = tokens[target_rows, target_columns].long() if parts else target_rows
     return PreparedStep(inputs, sampled, sampled_rows, sampled_columns, parts, blocks, prompt_targets)
 
 
@@ -109,7 +112,7 @@ def _prompt_parts(
         if count > 0:
             parts.append(PromptPart(index, int(first[index]) + 1, count))
             pieces.append(np.arange(starts[index], starts[index] + count))
-    return parts, np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int64)
+    return parts, np.concatenate(pieces) if pieces else _NONE
 
 
 def _to_device(device: torch.device, *arrays: npt.NDArray[np.generic]) -> list[Tensor]:
