@@ -14,7 +14,6 @@ from torch import Tensor
 from headrace_shard.batch import Batch, IntArray
 from headrace_shard.inputs import ForwardInputs
 
-
 _NONE: IntArray = np.zeros(0, dtype=np.int64)
 
 
