@@ -244,7 +244,7 @@ def test_a_claim_on_a_namespace_that_vanished_meanwhile_begins_it_anew() -> None
 
 def test_nodes_are_gone_without_the_garbage_collector() -> None:
     def num_nodes() -> int:
-        return sum(isinstance(thing, _Node) for thing in gc.get_objects())
+        return sum(type(thing) is _Node for thing in gc.get_objects())
 
     tree = Tree()
     gc.collect()
