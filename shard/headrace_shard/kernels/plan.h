@@ -77,22 +77,25 @@ Plan make_plan(const Call& call) {
             }
         }
     }
-    int64_t fair_cost = std::max<int64_t>(total_cost / (4 * call.num_threads), 1);
+    // An item is cut when it is more than half of what one thread has to do, and then into small tasks: once
+    // tiles have to be merged, a cut more costs next to nothing and the threads end closer together.
+    int64_t large_cost = std::max<int64_t>(total_cost / (2 * call.num_threads), 1);
+    int64_t small_cost = std::max<int64_t>(total_cost / (16 * call.num_threads), 1);
     for (int index = 0; index < (int)plan.items.size(); ++index) {
         Item& item = plan.items[index];
         int num_rows = item.num_tokens * group, num_tiles = item.num_tiles();
-        int64_t tile_cost = (num_rows + kGroupRows) * (int64_t)kTileTokens;
+        int64_t token_cost = num_rows + kGroupRows, cost = token_cost * item.num_visible;
         int num_tasks = 1;
-        if (call.num_threads > 1 && num_tiles > 1 && num_tiles * tile_cost > 2 * fair_cost) {
-            int64_t num_fair = (num_tiles * tile_cost + fair_cost - 1) / fair_cost;
-            num_tasks = (int)std::min<int64_t>(num_tiles, num_fair);
+        if (call.num_threads > 1 && num_tiles > 1 && cost > large_cost) {
+            num_tasks = (int)std::min<int64_t>(num_tiles, (cost + small_cost - 1) / small_cost);
             item.partials = plan.num_partials;
             plan.num_partials += (int64_t)num_tiles * num_rows;
         }
         for (int task = 0; task < num_tasks; ++task) {
             int first = (int)((int64_t)num_tiles * task / num_tasks);
             int last = (int)((int64_t)num_tiles * (task + 1) / num_tasks);
-            plan.tasks.push_back({index, first, last, (last - first) * tile_cost});
+            int num_tokens = std::min(item.num_visible, last * kTileTokens) - first * kTileTokens;
+            plan.tasks.push_back({index, first, last, token_cost * num_tokens});
         }
     }
     std::stable_sort(plan.tasks.begin(), plan.tasks.end(),
