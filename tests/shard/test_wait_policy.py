@@ -1,4 +1,4 @@
-"""OpenMP threads of a serving shard look a few times and then sleep, unless the environment says otherwise."""
+"""OpenMP threads of a serving shard look a few times, then sleep, unless the environment says otherwise."""
 
 import os
 import subprocess
