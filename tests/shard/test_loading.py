@@ -29,7 +29,14 @@ def test_what_is_asked_for_is_taken(folder: Path) -> None:
     assert loaded.weight_bytes == sum(parameter.nbytes for parameter in parameters)
     assert "dtype: float16, as asked (the checkpoint's is float32)" in loaded.notes
     assert "attention: sdpa, plain torch, as asked" in loaded.notes
+    assert "layers: plain torch, as the attention" in loaded.notes
     assert "threads: 1, as asked" in loaded.notes
+
+
+def test_native_attention_brings_native_layers(folder: Path) -> None:
+    loaded = load(folder, ShardSettings(device="cpu", attention="cpu"))
+    assert "layers: native kernels, as the attention" in loaded.notes
+    assert loaded.weight_bytes == sum(parameter.nbytes for parameter in loaded.model.parameters())
 
 
 def test_weights_that_do_not_fit_are_refused_before_they_are_read(
