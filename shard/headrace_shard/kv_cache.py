@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headrace_shard.errors import OutOfMemory
-from headrace_shard.machine import LargePages
+from headrace_shard.machine import small_pages
 
 
 class CacheLayout(Protocol):
@@ -48,11 +48,10 @@ class KVCache:
         shape = backend.cache_shape(num_blocks, config.num_kv_heads, config.head_dim)
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
-        pages = LargePages()
         try:
             for _ in range(config.num_layers):
-                self.keys.append(_zeros(shape, dtype, device, pages))
-                self.values.append(_zeros(shape, dtype, device, pages))
+                self.keys.append(_zeros(shape, dtype, device))
+                self.values.append(_zeros(shape, dtype, device))
         except (RuntimeError, MemoryError) as error:
             num_bytes = num_blocks * block_bytes(config, backend, dtype)
             raise OutOfMemory(
@@ -69,12 +68,12 @@ class KVCache:
             tensor.index_copy_(0, targets, tensor.index_select(0, sources))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, pages: LargePages) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, for a slot never written may be read behind a mask, and 0 times NaN is NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch would write every page, seconds for a large cache.
-    return pages.take(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
+    return small_pages(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def block_bytes(config: CacheDimensions, backend: CacheLayout, dtype: torch.dtype) -> int:

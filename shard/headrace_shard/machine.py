@@ -1,5 +1,5 @@
-"""How much memory and how many cores this process may use, memory in large pages, and whether the GPU still
-answers. Knows no model.
+"""Memory and cores that this process may use, memory in pages of a size, and whether the GPU still answers.
+Knows no model.
 
 Limits of control groups (cgroups, both versions) count as much as the machine's own: in a container the
 machine has more of everything than the process will get.
@@ -26,7 +26,7 @@ _CACHE_LINE_BYTES = 64
 class LargePages:
     """Memory of the host for tensors that lie one beside the other, in large pages where the system has them.
 
-    With pages of 4 KiB a step spends a tenth of its time and more on looking up where weights and keys lie.
+    With pages of 4 KiB a step spends a tenth of its time on looking up where weights lie.
     """
 
     def __init__(self) -> None:
@@ -39,22 +39,32 @@ class LargePages:
         Raises MemoryError when the process cannot have so many.
         """
         if num_bytes > len(self._chunk):
-            self._chunk = _map(max(num_bytes, _CHUNK_BYTES))
+            self._chunk = _map(max(num_bytes, _CHUNK_BYTES), is_large=True)
         taken = self._chunk[:num_bytes]
         self._chunk = self._chunk[-(-num_bytes // _CACHE_LINE_BYTES) * _CACHE_LINE_BYTES :]
         return taken
 
 
-def _map(num_bytes: int) -> Tensor:
+def small_pages(num_bytes: int) -> Tensor:
+    """[num_bytes] uint8 of zeros, in pages of the usual size; the system provides them when they are written.
+
+    For what is filled bit by bit while others wait: the first write to a large page takes milliseconds, and
+    a token is written to all layers at once. Raises MemoryError when the process cannot have so many.
+    """
+    return _map(num_bytes, is_large=False)
+
+
+def _map(num_bytes: int, *, is_large: bool) -> Tensor:
     """[num_bytes] uint8 from the border of a large page on."""
     try:
         memory = mmap.mmap(-1, num_bytes + _LARGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise MemoryError(f"the system does not map {spelled(num_bytes)}: {error}") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # A wish: some systems have no such pages.
+    name = "MADV_HUGEPAGE" if is_large else "MADV_NOHUGEPAGE"
+    if hasattr(mmap, name):
+        # A wish: some systems have no large pages.
         with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            memory.madvise(getattr(mmap, name))
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     start = -whole.data_ptr() % _LARGE_PAGE_BYTES
     return whole[start : start + num_bytes]

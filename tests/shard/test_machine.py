@@ -3,9 +3,18 @@
 import os
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
-from headrace_shard.machine import GIB, LargePages, available_host_bytes, is_lost, num_usable_cores, spelled
+from headrace_shard.machine import (
+    GIB,
+    LargePages,
+    available_host_bytes,
+    is_lost,
+    num_usable_cores,
+    small_pages,
+    spelled,
+)
 
 
 def write(folder: Path, **files: str) -> None:
@@ -111,6 +120,16 @@ def test_pages_outlive_what_made_them() -> None:
     part = LargePages().take(100).view(torch.float32)
     part.fill_(3.0)
     assert part.sum() == 75
+
+
+def test_small_pages_take_memory_as_it_is_written() -> None:
+    """A cache is filled bit by bit: a byte in each of 64 MiB must not take them all at once."""
+    process = psutil.Process()
+    pages = small_pages(2**30)
+    before = process.memory_info().rss
+    pages[:: 2**24] = 1
+    assert process.memory_info().rss - before < 2**23
+    assert pages.view(torch.int64)[1 : 2**20].any() == 0
 
 
 def test_more_than_the_system_maps_is_no_memory() -> None:

@@ -5,7 +5,9 @@
 """
 
 from bisect import bisect_left
+from collections import deque
 from operator import attrgetter, itemgetter
+from statistics import median_low
 
 from headrace_router.scheduling.request import Sequence
 
@@ -29,7 +31,8 @@ class StepCosts:
     """What a step costs, from its tokens: piecewise linear through what warm-up measured, times a factor.
 
     There is a factor for steps of decodes alone and one for those with prompts beside them. Both follow what
-    answered steps took: contexts grow, and warm-up had none.
+    answered steps took: contexts grow, and warm-up had none. One step that took long for a reason of its own
+    changes neither.
     """
 
     def __init__(self, costs: tuple[tuple[int, float], ...], max_slowdown: float, min_tokens: int) -> None:
@@ -40,8 +43,8 @@ class StepCosts:
         points = _rising(costs)
         self._points = points if len(points) > 1 else _UNIT_COSTS
         factor = 1.0 if len(points) > 1 else None
-        self._decode_factor: float | None = factor
-        self._mixed_factor: float | None = factor
+        self._decodes = _Factor(factor)
+        self._mixed = _Factor(factor)
         self._num_mixed = 0
         """Steps with prompts in them since the last one of decodes alone."""
 
@@ -52,11 +55,11 @@ class StepCosts:
             return
         factor = seconds / self._seconds(num_tokens)
         if num_tokens == num_sequences:
-            self._decode_factor = _smoothed(self._decode_factor, factor)
+            self._decodes.observe(factor)
             self._num_mixed = 0
         else:
             self._num_mixed += 1
-            self._mixed_factor = _smoothed(self._mixed_factor, factor)
+            self._mixed.observe(factor)
 
     def max_prompt_tokens(self, num_decodes: int, budget: int) -> int:
         """The most prompt tokens, up to `budget`, that a step may compute beside so many decodes.
@@ -64,8 +67,8 @@ class StepCosts:
         0 once in a while, so that the cost of decodes alone stays known.
         """
         # Of a kind of steps that was not seen yet, we suppose that it is like the other one.
-        decode_factor = self._decode_factor or self._mixed_factor
-        mixed_factor = self._mixed_factor or self._decode_factor
+        decode_factor = self._decodes.value or self._mixed.value
+        mixed_factor = self._mixed.value or self._decodes.value
         if not num_decodes or not self._max_slowdown or not decode_factor or not mixed_factor:
             return budget
         if self._num_mixed >= MAX_MIXED:
@@ -88,6 +91,20 @@ class StepCosts:
         return left + (seconds - low) * (right - left) / (high - low)
 
 
+class _Factor:
+    """What steps of one kind take, as a share of what is expected: the median of the last three, smoothed."""
+
+    def __init__(self, value: float | None) -> None:
+        """`value` is the factor to begin with, None if nobody knows."""
+        self.value = value
+        self._last: deque[float] = deque([] if value is None else [value], maxlen=3)
+
+    def observe(self, factor: float) -> None:
+        self._last.append(factor)
+        typical = median_low(self._last)
+        self.value = typical if self.value is None else self.value + SMOOTHING * (typical - self.value)
+
+
 def _rising(costs: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
     """By tokens, without those that are no dearer than one of fewer tokens, as measured ones may be."""
     points: list[tuple[int, float]] = []
@@ -95,10 +112,6 @@ def _rising(costs: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:
         if seconds > (points[-1][1] if points else 0.0) and (not points or num_tokens > points[-1][0]):
             points.append((num_tokens, seconds))
     return points
-
-
-def _smoothed(old: float | None, new: float) -> float:
-    return new if old is None else old + SMOOTHING * (new - old)
 
 
 def shares(prompts: list[Sequence], budget: int) -> list[tuple[Sequence, int]]:

@@ -54,6 +54,16 @@ def test_what_steps_really_take_is_followed() -> None:
     assert abs(costs.max_prompt_tokens(4, 10_000) - at_first) <= 1
 
 
+def test_one_step_that_takes_long_changes_nothing() -> None:
+    costs = _costs()
+    usual = costs.max_prompt_tokens(4, 10_000)
+    for is_decode in (True, False):
+        for _ in range(3):
+            costs.observe(4, 4 if is_decode else 104, _seconds(4 if is_decode else 104))
+        costs.observe(4, 4 if is_decode else 104, 10.0)
+        assert costs.max_prompt_tokens(4, 10_000) == usual
+
+
 def test_decodes_alone_are_measured_again_once_in_a_while() -> None:
     costs = _costs()
     for _ in range(MAX_MIXED):
@@ -62,7 +72,8 @@ def test_decodes_alone_are_measured_again_once_in_a_while() -> None:
     before = costs.max_prompt_tokens(0, 512)
     assert (before, costs.max_prompt_tokens(4, 10_000)) == (512, 0)
     # The decodes' contexts have grown as well: so much more is allowed again.
-    costs.observe(4, 4, 8 * _seconds(4))
+    for _ in range(3):
+        costs.observe(4, 4, 8 * _seconds(4))
     costs.observe(5, 104, 2 * _seconds(104))
     assert costs.max_prompt_tokens(4, 10_000) > _costs().max_prompt_tokens(4, 10_000)
 
