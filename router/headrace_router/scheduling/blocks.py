@@ -2,7 +2,7 @@
 
     FREE ──grow──► HELD ──commit, close──► CACHED ──open──► HELD
       ▲             │                        │
-      └────close────┴────────grow────────────┘
+      └close, discard────────grow────────────┘
 
 FREE    never used, or given back: holds nothing of worth
 HELD    in the `blocks` of at least one open holding; several share what they found in the cache
@@ -117,6 +117,13 @@ class KVBlocks:
     def close(self, holding: Holding) -> None:
         """Empties a holding: what was committed stays cached, the other blocks become free."""
         outside = self._cache.release(holding)
+        outside.reverse()
+        self._free += outside
+
+    def discard(self, holding: Holding) -> None:
+        """Empties a holding whose KV may be wrong: whatever nobody else holds of it becomes free, what it
+        found in the cache included, and with it all that is cached upon it."""
+        outside = self._cache.forget(holding)
         outside.reverse()
         self._free += outside
 

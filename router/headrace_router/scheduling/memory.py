@@ -118,20 +118,36 @@ class Memory:
             return sequence.num_confirmed
         return max(sequence.num_confirmed, sequence.num_tokens - 1)
 
-    def close(self, sequence: Sequence, *, keeps: bool = True) -> None:
-        """Gives up all its blocks. Those that are computed for certain stay in the cache, unless `keeps` is
-        False, which leaves there only what is there."""
+    def close(self, sequence: Sequence) -> None:
+        """Gives up all its blocks. Those that are computed for certain stay in the cache."""
         holding = sequence.holding
         if holding is None:
             return
-        if self._shares and keeps and (num_blocks := self.num_certain(sequence) // self.block_size):
+        if self._shares and (num_blocks := self.num_certain(sequence) // self.block_size):
             self.blocks.commit(holding, self.keys_of(sequence), num_blocks)
+        self._let_go(sequence)
+        self.blocks.close(holding)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Gives up all its blocks, and what the cache has of a sequence that failed: its KV may be what is
+        wrong, and whoever found it would fail as well. What others hold stays, for they compute with it
+        already; if they fail, the last of them takes it along."""
+        holding = sequence.holding
+        if holding is not None:
+            self._let_go(sequence)
+        elif self._shares and sequence.admitted_at is not None:
+            keys = self.keys_of(sequence)
+            holding = self.blocks.open(sequence.request.cache_salt, keys, len(keys))
+        if holding is not None:
+            self.blocks.discard(holding)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """A sequence is about to lose its blocks."""
         prompt = _prompt_of(sequence.request)
         if self._siblings.get(prompt) is sequence:
             del self._siblings[prompt]
-        self._num_slots -= len(holding.blocks) * self.block_size
+        self._num_slots -= len(sequence.blocks) * self.block_size
         self._num_filled -= sequence.num_computed
-        self.blocks.close(holding)
         sequence.holding = sequence.copied_block = None
         sequence.num_computed = sequence.num_confirmed = sequence.num_prefill = sequence.num_ready = 0
 

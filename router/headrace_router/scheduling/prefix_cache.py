@@ -15,9 +15,11 @@ the node: it keeps its duplicates beside the tree, and when the last one that us
 shadow's duplicates take their place. So every locked block is one of a claim that locks it, and a holder
 alone can always have all other blocks.
 
-Knows nothing of free blocks: what leaves the tree is handed to the caller. Nothing here is touched by a step
-that completes no prompt chunk and ends nobody. The tree is that of Zheng et al. 2024, "SGLang: Efficient
-Execution of Structured Language Model Programs", which has neither shadows nor joins.
+Knows nothing of free blocks: what leaves the tree is handed to the caller. Called when somebody who waits is
+looked at, when a chunk of a prompt is answered, when somebody ends or is preempted, and when the free blocks
+are used up; never for a mere decode. Whoever opens a prefix only to look at it and closes it again makes it
+the most recently released. The tree is that of Zheng et al. 2024, "SGLang: Efficient Execution of Structured
+Language Model Programs", which has neither shadows nor joins.
 """
 
 from collections import OrderedDict
@@ -157,6 +159,28 @@ class PrefixCache:
         claim.blocks, claim.num_claimed, claim.node = [], 0, None
         return outside
 
+    def forget(self, claim: Claim) -> list[int]:
+        """Releases a claim and takes out of the tree whatever nobody else locks of its path, found there or
+        put there, with all that was computed upon it. Gives these blocks too."""
+        top, node = None, claim.node
+        while node is not None and node.parent is not None and node.num_locks == 1:
+            top, node = node, node.parent
+        outside = self.release(claim)
+        if top is None or node is None:
+            return outside
+        # The release may have joined nodes; the one that begins here is in their place.
+        doomed = [node.children[top.keys[0]]]
+        self._cut(doomed[0])
+        num_outside = len(outside)
+        while doomed:
+            lost = doomed.pop()
+            doomed += lost.children.values()
+            lost.children = {}
+            del self._unlocked[lost]
+            outside += lost.blocks
+        self.num_unlocked -= len(outside) - num_outside
+        return outside
+
     def evict(self, num_blocks: int) -> list[int]:
         """Takes so many blocks out of the tree, at most `num_unlocked`."""
         evicted: list[int] = []
@@ -167,7 +191,8 @@ class PrefixCache:
             if num_kept:
                 del leaf.keys[num_kept:], leaf.blocks[num_kept:]
             else:
-                self._remove(leaf)
+                del self._unlocked[leaf]
+                self._cut(leaf)
         self.num_unlocked -= len(evicted)
         return evicted
 
@@ -178,12 +203,12 @@ class PrefixCache:
             self.num_unlocked -= len(node.blocks)
         node.num_locks += 1
 
-    def _remove(self, leaf: _Node) -> None:
-        del self._unlocked[leaf]
-        parent = leaf.parent
+    def _cut(self, node: _Node) -> None:
+        """Takes a node off its parent."""
+        parent = node.parent
         if parent is None:
-            raise ValueError("a root cannot be evicted")
-        del parent.children[leaf.keys[0]]
+            raise ValueError("a root cannot leave the tree")
+        del parent.children[node.keys[0]]
         if isinstance(parent, _Root) and not parent.children:
             # Else every salt that was ever sent would leave something behind.
             del self._roots[parent.namespace]

@@ -76,8 +76,10 @@ class Running:
             self.forsake(sequence)
         else:
             self._leave(sequence)
-            # What a sequence has computed that failed by itself is no good to anybody else.
-            self._memory.close(sequence, keeps=reason is not FinishReason.FAILED)
+        if reason is FinishReason.FAILED:
+            self._memory.discard(sequence)
+        else:
+            self._memory.close(sequence)
         if sequence.is_known and not is_dropped:
             self.dropped_ids.append(sequence.id)
         sequence.is_known = False

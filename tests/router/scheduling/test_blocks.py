@@ -285,6 +285,18 @@ class Model(RuleBasedStateMachine):
         assert holding.blocks == []
         self.cached |= dict.fromkeys(before - self.held(), self.time)
 
+    @precondition(lambda self: self.holdings)
+    @rule(which=st.integers(0, 99))
+    def discard(self, which: int) -> None:
+        before, self.time = self.held(), self.time + 1
+        holding, _ = self.holdings.pop(which % len(self.holdings))
+        self.blocks.discard(holding)
+        assert holding.blocks == []
+        lost = before - self.held()
+        for namespace, keys in list(self.cached):
+            if any((namespace, keys[:number]) in lost for number in range(1, len(keys) + 1)):
+                del self.cached[namespace, keys]
+
     @invariant()
     def every_block_is_in_one_state(self) -> None:
         cache = self.blocks._cache

@@ -2,7 +2,7 @@
 
 import gc
 
-from headrace_router.scheduling.prefix_cache import Claim, PrefixCache, _Node
+from headrace_router.scheduling.prefix_cache import Claim, PrefixCache, _Node, _Root
 
 from tests.router.scheduling.tree import check_tree, nodes_of
 
@@ -38,6 +38,12 @@ class Tree:
     def close(self, claim: Claim) -> list[int]:
         self.claims.remove(claim)
         outside = self.cache.release(claim)
+        self.check()
+        return outside
+
+    def forget(self, claim: Claim) -> list[int]:
+        self.claims.remove(claim)
+        outside = self.cache.forget(claim)
         self.check()
         return outside
 
@@ -221,6 +227,30 @@ def test_a_leaf_is_trimmed_from_its_end_and_then_its_parent_is_one() -> None:
     assert shapes == [{"ab": "ab", "abc": "c"}, {"ab": "ab"}, {"a": "a"}, {}]
 
 
+def test_what_one_holder_alone_locks_is_forgotten_with_all_upon_it() -> None:
+    tree = Tree()
+    tree.keep("abx")
+    claim = tree.open("abcd")
+    tree.extend(claim, "abcd")
+    tree.keep("abcdef")
+    tree.keep("abcz")
+    other = tree.open("ab", max_blocks=1)
+    assert sorted(tree.forget(claim)) == [1, 2, 3, 4, 5, 6, 7]
+    assert tree.shape == {"a": "a"}
+    assert tree.forget(other) == [0]
+    assert not tree.cache._roots
+    assert tree.forget(tree.open("abc")) == []
+
+
+def test_who_forgets_leaves_duplicates_to_those_who_have_them() -> None:
+    tree = Tree()
+    claims = [tree.open("abc"), tree.open("abc")]
+    for claim in claims:
+        tree.extend(claim, "abc")
+    assert tree.forget(claims[0]) == [0, 1, 2]
+    assert tree.open("abc").blocks == claims[1].blocks == [3, 4, 5]
+
+
 def test_many_namespaces_leave_nothing_behind() -> None:
     tree = Tree()
     for number in range(100):
@@ -244,7 +274,7 @@ def test_a_claim_on_a_namespace_that_vanished_meanwhile_begins_it_anew() -> None
 
 def test_nodes_are_gone_without_the_garbage_collector() -> None:
     def num_nodes() -> int:
-        return sum(type(thing) is _Node for thing in gc.get_objects())
+        return sum(type(thing) in (_Node, _Root) for thing in gc.get_objects())
 
     tree = Tree()
     gc.collect()
@@ -258,6 +288,12 @@ def test_nodes_are_gone_without_the_garbage_collector() -> None:
         tree.close(tree.open("abcd"))
         assert num_nodes() == before + 2
         tree.evict(4)
+        assert num_nodes() == before
+        tree.keep("abcd")
+        for text in ("abc", "ab", "a"):
+            tree.close(tree.open(text))
+        claim = tree.open("abc")
+        tree.forget(claim)
         assert num_nodes() == before
     finally:
         gc.enable()

@@ -110,7 +110,36 @@ def test_what_a_failed_sequence_has_generated_is_not_shared() -> None:
     simulation.device.faults[sequence.id] = 21
     simulation.run()
     assert len(sequence.output_ids) > 12
-    assert simulation.scheduler.blocks.num_cached == 1
+    assert simulation.scheduler.blocks.num_cached == 0
+    simulation.check_over()
+
+
+def test_what_a_sequence_had_computed_before_it_failed_is_found_by_nobody() -> None:
+    simulation = _simulation(max_step_tokens=8)
+    first = simulation.add(request_of(24, 4))
+    simulation.device.faults[first.id] = 20
+    simulation.run()
+    assert first.finish_reason is FinishReason.FAILED
+    assert simulation.scheduler.blocks.num_cached == 0
+    second = simulation.add(request_of(24, 4))
+    simulation.run()
+    assert second.num_cached == 0
+    simulation.check_over()
+
+
+def test_what_others_hold_of_a_failed_sequence_is_forgotten_when_the_last_of_them_fails() -> None:
+    simulation = _simulation(max_step_tokens=64)
+    request = request_of(16, 20)
+    first, second = simulation.add(request), simulation.add(request)
+    while not second.output_ids:
+        simulation.step()
+    simulation.device.faults |= {first.id: 0, second.id: 25}
+    while first.status is Status.RUNNING:
+        simulation.step()
+    assert simulation.scheduler.blocks.lookup("", second.keys, 4) == 4
+    simulation.run()
+    assert second.finish_reason is FinishReason.FAILED
+    assert simulation.scheduler.blocks.num_cached == 0
     simulation.check_over()
 
 

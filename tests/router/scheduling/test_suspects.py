@@ -34,6 +34,17 @@ def test_a_poisoned_request_fails_alone(depth: int, poisoned: int, position: int
     simulation.check_over()
 
 
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_what_a_poisoned_request_had_computed_is_found_by_nobody(num_requests: int) -> None:
+    simulation = _simulation(num_requests=num_requests)
+    poisoned = simulation.sequences[-1]
+    simulation.device.poisons[poisoned.id] = 13
+    simulation.run()
+    assert poisoned.finish_reason is FinishReason.FAILED
+    assert simulation.scheduler.blocks.lookup("", poisoned.keys, 3) == 0
+    simulation.check_over()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_several_poisoned_requests_are_found(depth: int) -> None:
     simulation = _simulation(depth)
