@@ -81,7 +81,8 @@ class Admission:
         num_following = 0
         for sequence in self.queue:
             if sequence.num_late:
-                continue  # Its last token is on its way.
+                # Its last token is on its way. Nobody takes the blocks that it has just given up.
+                break
             if leaders.leads(sequence):
                 num_following += 1
                 if num_following == MAX_FOLLOWING:

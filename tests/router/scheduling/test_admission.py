@@ -70,8 +70,29 @@ def test_waiting_ones_are_admitted_after_max_waiting_tokens() -> None:
     assert simulation.steps[-1].is_overdue
 
 
-def test_a_preempted_sequence_is_not_passed() -> None:
-    simulation = Simulation(Scheduler(limits_of(num_blocks=16, block_size=4)))
+@pytest.mark.parametrize("depth", [1, 2])
+def test_nobody_joins_in_the_steps_that_preempt(depth: int) -> None:
+    scheduler = Scheduler(limits_of(num_blocks=16, block_size=4, max_step_tokens=64))
+    simulation = Simulation(scheduler, depth=depth)
+    simulation.add(request_of(8, 50))
+    young = simulation.add(request_of(30, 30, variant=20))
+    simulation.step()
+    fresh = simulation.add(request_of(20, 20, variant=40))
+    while not young.num_preemptions:
+        simulation.step()
+    # The blocks that it gave up would do for the fresh one.
+    assert scheduler.blocks.num_available > 6
+    while not fresh.output_ids:
+        assert fresh.status is Status.WAITING or young.status is not Status.WAITING
+        simulation.step()
+    assert fresh.num_preemptions == 0
+    simulation.run()
+    simulation.check_over()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_preempted_sequence_is_not_passed(depth: int) -> None:
+    simulation = Simulation(Scheduler(limits_of(num_blocks=16, block_size=4)), depth=depth)
     _, young = simulation.add(request_of(8, 50)), simulation.add(request_of(8, 50, variant=20))
     while not young.num_preemptions:
         simulation.step()
