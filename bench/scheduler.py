@@ -25,6 +25,10 @@ MAX_STEP_TOKENS = 4096
 NUM_PROMPT_TOKENS = 256
 LONG_PROMPT_TOKENS = 200_000
 STEP_SECONDS = 0.010
+MAX_PRIORITY = 1000
+
+TAIL = 4
+"""A machine that does other things beside, and Python's garbage collector, lengthen single steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +42,10 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        return self.limit_seconds is None or self.p50_seconds <= self.limit_seconds
+        """The limit is one for the usual step; one in a hundred may take `TAIL` times as long."""
+        if self.limit_seconds is None:
+            return True
+        return self.p50_seconds <= self.limit_seconds and self.p99_seconds <= TAIL * self.limit_seconds
 
 
 class Load:
@@ -51,9 +58,11 @@ class Load:
         new_tokens: range,
         num_places: int = 0,
         token_seconds: float = 0.0,
+        num_priorities: int = 1,
     ) -> None:
         """`num_places` beyond those that run at first; how much a request generates is taken from
-        `new_tokens` in turn. A prompt token makes a step longer by `token_seconds`, a decode by nothing."""
+        `new_tokens` in turn, and its priority from `num_priorities`. A prompt token makes a step longer by
+        `token_seconds`, a decode by nothing."""
         num_blocks = (NUM_RUNNING + num_places) * (NUM_PROMPT_TOKENS + new_tokens[-1]) // BLOCK_SIZE * 5 // 4
         limits = Limits(
             max_input_tokens=num_blocks * BLOCK_SIZE - 1,
@@ -75,6 +84,7 @@ class Load:
         )
         self._new_tokens = new_tokens
         self._token_seconds = token_seconds
+        self._num_priorities = num_priorities
         self._num_added = 0
         self._in_flight: deque[Step] = deque()
         self.refill(NUM_RUNNING)
@@ -90,6 +100,7 @@ class Load:
             sampling=SamplingParams(),
             max_new_tokens=self._new_tokens[number * 31 % len(self._new_tokens)],
             eos_token_ids=frozenset({1}),
+            priority=number * 7919 % self._num_priorities - self._num_priorities // 2,
             tenant=str(number % 8),
         )
         self.scheduler.add(Sequence(id=number, request=request, arrived_at=0.0))
@@ -155,6 +166,14 @@ def _turning_over(num_waiting: int, num_steps: int) -> Figure:
     )
 
 
+def _many_priorities(num_waiting: int, num_steps: int) -> Figure:
+    """As many priorities as the API lets in."""
+    num_priorities = 2 * MAX_PRIORITY + 1
+    load = Load(num_waiting, new_tokens=range(64, 320), num_priorities=num_priorities)
+    name = f"the same with {num_priorities:,} priorities, {num_waiting:,} wait"
+    return _figure(name, _run(load, num_steps), 0.001)
+
+
 def _held_up(num_waiting: int, num_steps: int) -> Figure:
     """There are places, but the decodes bear few prompt tokens beside them: many could join, few may."""
     load = Load(num_waiting, new_tokens=range(1024, 2048), num_places=NUM_RUNNING, token_seconds=0.0005)
@@ -203,7 +222,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.scheduler", description=__doc__)
     parser.add_argument("--steps", type=int, default=1000, help="steps of each row (%(default)s)")
     num_steps = parser.parse_args().steps
-    loads = (_decoding, _turning_over, _held_up)
+    loads = (_decoding, _turning_over, _many_priorities, _held_up)
     figures = [load(num_waiting, num_steps) for load in loads for num_waiting in (0, 4096, 40_000)]
     figures += _looking_up(20)
     table = Table(title=f"What a step costs the scheduler, of {num_steps} steps", box=box.SIMPLE_HEAD)

@@ -2,7 +2,9 @@
 
 The order, first to last:
 
-1. Whoever was passed by `MAX_PASSED` of a better priority that began to wait after it.
+1. Whoever was passed by `MAX_PASSED` of a better priority that began to wait after it. Priorities beyond
+   `NUM_SINGLE` are counted in groups, ever wider ones, and in a group of which several priorities wait
+   whoever is admitted counts for all that began to wait before it.
 2. By priority, lower first, and within a priority:
    a. preempted sequences, the oldest first: their readers wait in the middle of a text;
    b. a tenant that has had no turn while the others had `MAX_PASSED` each, on the average;
@@ -12,13 +14,17 @@ The order, first to last:
 The fair turn is the virtual token counter of Sheng et al. 2024, "Fairness in Serving Large Language Models":
 a count for each tenant of the tokens it was served. A tenant that begins to wait is lifted to the least count
 of those who wait already, so that nobody saves up turns while it is away.
+
+However many priorities and tenants wait, an admission costs as much as there are groups, a charge next to
+nothing, and a look as much as it is asked for: a priority learns of charges when it is looked at.
 """
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heappushpop, merge, nlargest
+from heapq import heapify, heappop, heappush, heappushpop, heapreplace, merge, nlargest
+from itertools import islice
 from operator import attrgetter, itemgetter
 
 from headrace_router.scheduling.request import Sequence
@@ -28,6 +34,13 @@ MAX_PASSED = 64
 
 MAX_ABSENT_TENANTS = 4096
 """Tenants without a waiting sequence whose counts are remembered, at most."""
+
+NUM_SINGLE = 10
+"""Priorities from minus this to this are counted each for itself, those beyond in groups of 1, 2, 4, 8 and so
+on."""
+
+MAX_CHARGES = 256
+"""Charges that a priority catches up with one by one; after more it sorts its tenants anew."""
 
 _by_age = attrgetter("id")
 _by_turn = attrgetter("turn")
@@ -45,24 +58,18 @@ class _Line:
     sequences: OrderedDict[int, Sequence] = field(default_factory=OrderedDict)
 
 
-class _Class:
-    """Those of one priority."""
+class _Group:
+    """Those of some neighbouring priorities, or of one: who of them was passed how often."""
 
     def __init__(self) -> None:
         self.tickets: OrderedDict[int, tuple[int, Sequence]] = OrderedDict()
         """(ticket, sequence) of all by sequence id, in the order in which they began to wait."""
-        self.preempted: list[Sequence] = []
-        """By age."""
-        self.lines: OrderedDict[str, _Line] = OrderedDict()
-        """By tenant; the one whose last turn was longest ago stands first."""
-        self.turns: list[_Line] = []
-        """The same, whose turn is next stands first."""
-        self.num_turns = 0
+        self.num_classes = 0
         self._overtakers: list[int] = []
-        """A heap of the `MAX_PASSED` highest tickets that were admitted from better priorities."""
+        """A heap of the `MAX_PASSED` highest tickets that were admitted past these."""
 
     def pass_by(self, ticket: int) -> None:
-        """Somebody of a better priority is admitted."""
+        """Somebody is admitted past these."""
         if len(self._overtakers) < MAX_PASSED:
             heappush(self._overtakers, ticket)
         else:
@@ -80,6 +87,22 @@ class _Class:
             if ticket >= first_patient:
                 return
             yield ticket, sequence
+
+
+class _Class:
+    """Those of one priority."""
+
+    def __init__(self, group: _Group, num_charges: int) -> None:
+        self.group = group
+        self.preempted: list[Sequence] = []
+        """By age."""
+        self.lines: OrderedDict[str, _Line] = OrderedDict()
+        """By tenant; the one whose last turn was longest ago stands first."""
+        self.turns: list[_Line] = []
+        """The same, whose turn is next stands first."""
+        self.num_turns = 0
+        self.num_charges = num_charges
+        """Of all charges, those that `turns` knows."""
 
     def in_turn(self) -> Iterator[Sequence]:
         """All, as they would come if each was admitted at once and served its tokens."""
@@ -102,6 +125,9 @@ class _Class:
                 first = next(lines, None)
             else:
                 turn, sequences = heappop(again)
+            if not first and not again:
+                yield from sequences
+                return
             for sequence in sequences:
                 yield sequence
                 heappush(again, ((turn[0] + sequence.num_tokens, turn[1]), sequences))
@@ -118,10 +144,19 @@ class WaitingQueue:
         """By priority; none is empty."""
         self._priorities: list[int] = []
         """The same, best first."""
+        self._groups: dict[int, _Group] = {}
+        """By their numbers, lower for better priorities; none is empty."""
         self._counts: dict[str, int] = {}
         """Tokens that each tenant was served, or was lifted to."""
         self._num_lines: dict[str, int] = {}
         """Priorities at which each tenant waits for a turn."""
+        self._least_counts: list[tuple[int, str]] = []
+        """A heap of (count, tenant) with every tenant that waits for a turn. Counts may have risen since, and
+        tenants may have gone."""
+        self._charged: deque[str] = deque(maxlen=MAX_CHARGES)
+        """The tenants charged last that waited for a turn."""
+        self._num_charges = 0
+        """All such charges."""
         self._last_to_leave = ""
         """The tenant whose last line ended last."""
         self._next_ticket = 1
@@ -133,13 +168,15 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they should be admitted now, as far as it is asked for. The queue must not
         change meanwhile."""
-        classes = [self._classes[priority] for priority in self._priorities]
-        for _, sequence in merge(*(waiting.passed() for waiting in classes), key=_by_ticket):
+        groups = (group.passed() for group in self._groups.values() if group.first_patient)
+        for _, sequence in merge(*groups, key=_by_ticket):
             yield sequence
-        for waiting in classes:
-            first_patient = waiting.first_patient
+        for priority in self._priorities:
+            waiting = self._classes[priority]
+            self._catch_up(waiting)
+            tickets, first_patient = waiting.group.tickets, waiting.group.first_patient
             for sequence in waiting.in_turn():
-                if waiting.tickets[sequence.id][0] >= first_patient:
+                if tickets[sequence.id][0] >= first_patient:
                     yield sequence
 
     def push(self, sequence: Sequence) -> None:
@@ -151,7 +188,7 @@ class WaitingQueue:
             turn = (self._lifted(tenant), self._next_ticket)
             line = waiting.lines[tenant] = _Line(turn=turn, num_turns_before=waiting.num_turns)
             insort(waiting.turns, line, key=_by_turn)
-            self._num_lines[tenant] = self._num_lines.get(tenant, 0) + 1
+            self._begin(tenant)
         line.sequences[sequence.id] = sequence
 
     def push_front(self, sequence: Sequence) -> None:
@@ -163,7 +200,7 @@ class WaitingQueue:
         wait."""
         request = sequence.request
         waiting = self._classes[request.priority]
-        del waiting.tickets[sequence.id]
+        del waiting.group.tickets[sequence.id]
         self.num_tokens -= len(request.prompt_ids)
         self._len -= 1
         line = waiting.lines.get(request.tenant)
@@ -171,18 +208,19 @@ class WaitingQueue:
             del waiting.preempted[bisect_left(waiting.preempted, sequence.id, key=_by_age)]
         elif not line.sequences:
             self._end(line, request.tenant, waiting)
-        if not waiting.tickets:
-            del self._classes[request.priority]
-            self._priorities.remove(request.priority)
+        if not waiting.lines and not waiting.preempted:
+            self._dissolve(request.priority, waiting)
 
     def admit(self, sequence: Sequence, num_tokens: int) -> None:
         """Leaves because it is admitted: it passes those who stay, and its tenant is served so many tokens.
         Raises `KeyError` when it does not wait."""
         priority, tenant = sequence.request.priority, sequence.request.tenant
         waiting = self._classes[priority]
-        ticket, _ = waiting.tickets[sequence.id]
-        for worse in self._priorities[bisect_left(self._priorities, priority) + 1 :]:
-            self._classes[worse].pass_by(ticket)
+        ticket, _ = waiting.group.tickets[sequence.id]
+        number = _group_of(priority)
+        for other, group in self._groups.items():
+            if other > number or (other == number and group.num_classes > 1):
+                group.pass_by(ticket)
         line = waiting.lines.get(tenant)
         if line is not None and sequence.id in line.sequences:
             waiting.num_turns += 1
@@ -193,13 +231,11 @@ class WaitingQueue:
 
     def served(self, tenant: str, num_tokens: int) -> None:
         """A tenant was served so many tokens, computed or generated."""
-        count = self._counts[tenant] = self._counts.get(tenant, self._least()) + num_tokens
+        count = self._counts.get(tenant)
+        self._counts[tenant] = (self._least() if count is None else count) + num_tokens
         if tenant in self._num_lines:
-            for waiting in self._classes.values():
-                if (line := waiting.lines.get(tenant)) is not None:
-                    del waiting.turns[bisect_left(waiting.turns, line.turn, key=_by_turn)]
-                    line.turn = (count, line.turn[1])
-                    insort(waiting.turns, line, key=_by_turn)
+            self._charged.append(tenant)
+            self._num_charges += 1
         else:
             self._forget_some()
 
@@ -207,8 +243,16 @@ class WaitingQueue:
 
     def _least(self) -> int:
         """What a tenant is lifted to: the least count of those who wait, or that of the last who did."""
-        counts = [waiting.turns[0].turn[0] for waiting in self._classes.values() if waiting.turns]
-        return min(counts, default=self._counts.get(self._last_to_leave, 0))
+        heap = self._least_counts
+        while heap:
+            count, tenant = heap[0]
+            if tenant not in self._num_lines:
+                heappop(heap)
+            elif count != self._counts[tenant]:
+                heapreplace(heap, (self._counts[tenant], tenant))
+            else:
+                return count
+        return self._counts.get(self._last_to_leave, 0)
 
     def _lifted(self, tenant: str) -> int:
         count = self._counts.get(tenant, 0)
@@ -234,13 +278,47 @@ class WaitingQueue:
         priority = sequence.request.priority
         waiting = self._classes.get(priority)
         if waiting is None:
-            waiting = self._classes[priority] = _Class()
+            group = self._groups.setdefault(_group_of(priority), _Group())
+            group.num_classes += 1
+            waiting = self._classes[priority] = _Class(group, self._num_charges)
             insort(self._priorities, priority)
-        waiting.tickets[sequence.id] = (self._next_ticket, sequence)
+        waiting.group.tickets[sequence.id] = (self._next_ticket, sequence)
         self._next_ticket += 1
         self._len += 1
         self.num_tokens += len(sequence.request.prompt_ids)
         return waiting
+
+    def _dissolve(self, priority: int, waiting: _Class) -> None:
+        """Nobody of a priority waits any more."""
+        del self._classes[priority]
+        del self._priorities[bisect_left(self._priorities, priority)]
+        waiting.group.num_classes -= 1
+        if not waiting.group.num_classes:
+            del self._groups[_group_of(priority)]
+
+    def _catch_up(self, waiting: _Class) -> None:
+        """A priority learns what tenants were charged since it was looked at last."""
+        num_new, waiting.num_charges = self._num_charges - waiting.num_charges, self._num_charges
+        if num_new > MAX_CHARGES:
+            for tenant, each in waiting.lines.items():
+                each.turn = (self._counts[tenant], each.turn[1])
+            waiting.turns.sort(key=_by_turn)
+            return
+        for tenant in {*islice(reversed(self._charged), num_new)}:
+            if (line := waiting.lines.get(tenant)) is not None:
+                del waiting.turns[bisect_left(waiting.turns, line.turn, key=_by_turn)]
+                line.turn = (self._counts[tenant], line.turn[1])
+                insort(waiting.turns, line, key=_by_turn)
+
+    def _begin(self, tenant: str) -> None:
+        """A tenant waits for a turn at one more priority."""
+        self._num_lines[tenant] = self._num_lines.get(tenant, 0) + 1
+        if self._num_lines[tenant] == 1:
+            heappush(self._least_counts, (self._counts[tenant], tenant))
+            if len(self._least_counts) > 2 * len(self._num_lines) + MAX_CHARGES:
+                # Tenants that have gone since, whom nobody came by.
+                self._least_counts = [(self._counts[name], name) for name in self._num_lines]
+                heapify(self._least_counts)
 
     def _end(self, line: _Line, tenant: str, waiting: _Class) -> None:
         del waiting.lines[tenant]
@@ -250,3 +328,12 @@ class WaitingQueue:
             del self._num_lines[tenant]
             self._last_to_leave = tenant
             self._forget_some()
+
+
+def _group_of(priority: int) -> int:
+    """The number of its group: -10 to 10 each have one, then follow those of 1, 2, 4, 8 … priorities."""
+    beyond = abs(priority) - NUM_SINGLE
+    if beyond <= 0:
+        return priority
+    number = NUM_SINGLE + beyond.bit_length()
+    return number if priority > 0 else -number
