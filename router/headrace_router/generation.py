@@ -68,6 +68,9 @@ class Output:
     """What has come since the last one."""
 
     tokens: list[OutputToken]
+    """Those that are shown now."""
+    num_new: int
+    """Tokens that have come, shown or held back: within a character, or within what may be a stop string."""
     prompt: list[PromptToken] | None
     """Once, before or with the first token, when its log-probabilities were asked for."""
     finish: Finish | None
@@ -184,7 +187,7 @@ class Generation:
         while not self._is_over:
             if self._tokens or self._reason is not None:
                 output = self._take()
-                if output.tokens or output.prompt is not None or output.finish is not None:
+                if output.num_new or output.prompt is not None or output.finish is not None:
                     return output
             elif self._error is not None:
                 self._is_over = True
@@ -216,7 +219,9 @@ class Generation:
             if reason is not None:
                 shown += self._output.flush()
         self._is_over = reason is not None
-        output = Output(tokens=self._shown(shown), prompt=self._take_prompt(), finish=None)
+        output = Output(
+            tokens=self._shown(shown), num_new=len(tokens), prompt=self._take_prompt(), finish=None
+        )
         if reason is not None:
             self._finish_reason = reason
             output.finish = Finish(reason=reason, text=self._output.text, num_generated=self._num_generated)

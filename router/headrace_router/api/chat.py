@@ -105,6 +105,9 @@ class _Deltas:
         logprobs = _logprobs(self._tokenizer, output.tokens) if self._with_logprobs else None
         if text or (logprobs and logprobs.content):
             yield openai.ChunkChoice(index=index, delta=openai.Delta(content=text), logprobs=logprobs)
+        elif output.num_new and not output.finish:
+            # A token whose text is held back is an event all the same: one sees that the answer gets on.
+            yield openai.ChunkChoice(index=index, delta=openai.Delta(content=""))
         if output.finish:
             # OpenAI's last delta is empty; TGI's users add up `content` without looking whether it is there.
             yield openai.ChunkChoice(

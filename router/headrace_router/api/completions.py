@@ -108,6 +108,9 @@ class _Parts:
         logprobs = own.logprobs(output.prompt or [], output.tokens)
         if text or (logprobs and logprobs.tokens):
             yield openai.CompletionChoice(index=index, text=text, logprobs=logprobs)
+        elif output.num_new and not output.finish:
+            # A token whose text is held back is an event all the same: one sees that the answer gets on.
+            yield openai.CompletionChoice(index=index, text="")
         if output.finish:
             yield openai.CompletionChoice(index=index, text="", finish_reason=finish_reason(output.finish))
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 from headrace_router.api import sse
+from headrace_router.api.chat import _Deltas
 from headrace_router.api.exchange import ClientLeft, Exchange
 from headrace_router.api.sse import EventStream, frame
 from headrace_router.api.tgi import NATIVE
+from headrace_router.engine import Finish, Output
+from headrace_router.scheduling.request import FinishReason
 from starlette.types import Message
 
 from tests.router.running import CHAT, WAIT_SECONDS, RunningRouter, raw_request
@@ -146,3 +149,32 @@ def test_a_client_that_takes_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch
         assert client.sent == []
 
     asyncio.run(asyncio.wait_for(check(), WAIT_SECONDS))
+
+
+def test_a_token_without_text_yet_is_an_event() -> None:
+    """Within a character, or within what may be a stop string: one sees that the answer gets on."""
+    held = Output(tokens=[], num_new=1, prompt=None, finish=None)
+    deltas = _Deltas(None, with_logprobs=False)  # type: ignore[arg-type]
+    role, empty = deltas.of(0, held)
+    assert role.delta.role == "assistant" and empty.delta.content == ""
+    (again,) = deltas.of(0, held)
+    assert again.delta.content == "" and again.finish_reason is None
+    end = Finish(reason=FinishReason.LENGTH, text="", num_generated=3)
+    (last,) = deltas.of(0, Output(tokens=[], num_new=1, prompt=None, finish=end))
+    assert last.finish_reason == "length"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_stop_string_that_may_begin_is_held_back_in_events(router: RunningRouter, path: str) -> None:
+    router.says("turns the wheel")
+    router.shard.step_seconds = 0.05
+    body = (CHAT if "chat" in path else {"prompt": "a"}) | {"stop": "turns the wheels", "max_tokens": 20}
+    events = router.events(path, body | {"stream": True}, is_done=True)
+    texts = [
+        choice["delta"]["content"] if "chat" in path else choice["text"]
+        for event in events
+        for choice in event["choices"]
+    ]
+    assert "".join(texts) == "turns the wheel"
+    # All but the last token of the text is held back until the end is known.
+    assert texts.count("") >= 3
