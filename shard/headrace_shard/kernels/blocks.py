@@ -9,7 +9,8 @@ from torch import Tensor
 
 from headrace_shard.inputs import ForwardInputs
 from headrace_shard.kernels import build
-from headrace_shard.kernels.dense import FORMATS, DenseKernels, PackedWeight
+from headrace_shard.kernels.dense import DenseKernels, PackedWeight
+from headrace_shard.kernels.rows import FORMATS
 
 _pointer, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
 

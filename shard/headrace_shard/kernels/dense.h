@@ -35,7 +35,7 @@ using BFloat16Operands = WideOperands<BFloat16>;
 constexpr int kAhead = 8192;  // bytes of a panel that are on their way to the second-level cache
 
 struct Product {
-    const void* x;     // [num_rows, depth], rows x_stride elements apart
+    const void* x;     // [num_rows, depth], rows x_stride elements apart: whole words, see kPerWord
     int64_t x_stride;
     const void* weight;  // packed
     const void* bias;    // [num_results], or null

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from headrace_shard.kernels.rows import FORMATS, with_rows_of_words, with_whole_rows
 from headrace_shard.machine import LargePages
-
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How the kernels number the formats that they know."""
 
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # fmt: off
@@ -47,6 +45,7 @@ class PackedWeight:
         self.bias = bias
         self.is_gated = is_gated
         self._format = FORMATS[panels.dtype]
+        self._numbers_per_word = panels.shape[3]
         self.depth = panels.shape[1] * panels.shape[3]
 
     def multiply(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
@@ -54,7 +53,7 @@ class PackedWeight:
 
         Gated (Shazeer 2020, SwiGLU): silu(x gate^T) * (x value^T) in its place.
         """
-        x = _with_whole_rows(x)
+        x = with_rows_of_words(x, self._numbers_per_word)
         num_rows, depth = x.shape
         assert x.dtype == self.panels.dtype and depth == self.depth
         y = torch.empty((num_rows, self.num_results), dtype=x.dtype)
@@ -132,7 +131,7 @@ class DenseKernels:
 
     def normalise(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """x / rms(x) * weight for rows x [M, N]; gives [M, N]."""
-        x = _with_whole_rows(x)
+        x = with_whole_rows(x)
         num_rows, size = x.shape
         assert weight.dtype == x.dtype and weight.shape == (size,)
         y = torch.empty((num_rows, size), dtype=x.dtype)
@@ -173,8 +172,3 @@ def _filled(weight: Tensor, multiple: int) -> Tensor:
     """[N, K] with rows of zeros behind, so that N is a multiple; a copy only where there is a need."""
     num_missing = -len(weight) % multiple
     return pad(weight, (0, 0, 0, num_missing)) if num_missing else weight
-
-
-def _with_whole_rows(tensor: Tensor) -> Tensor:
-    """The kernels take any stride but the last."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

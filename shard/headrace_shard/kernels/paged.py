@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from headrace_shard.kernels import build
-
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from headrace_shard.kernels.rows import FORMATS, with_whole_rows
 
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # fmt: off
@@ -49,7 +48,7 @@ class PagedKernels:
         self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
     ) -> None:
         """Copy keys and values [T, KV, D], of any strides between tokens and heads, to `slots` [T] int64."""
-        keys, values = _with_whole_rows(keys), _with_whole_rows(values)
+        keys, values = with_whole_rows(keys), with_whole_rows(values)
         num_tokens, num_kv_heads, head_dim = keys.shape
         size = keys.element_size()
         _check_cache(key_cache, value_cache, keys.dtype, num_kv_heads, head_dim)
@@ -87,7 +86,7 @@ class PagedKernels:
         query_starts [S + 1], context_lens [S] and block_tables [S, max_blocks] are int32 as in
         `ForwardInputs`. Algorithm: tiles with online softmax (Dao et al. 2022), merged in order.
         """
-        queries = _with_whole_rows(queries)
+        queries = with_whole_rows(queries)
         num_tokens, num_heads, head_dim = queries.shape
         num_kv_heads = key_cache.shape[1]
         _check_cache(key_cache, value_cache, queries.dtype, num_kv_heads, head_dim)
@@ -96,7 +95,7 @@ class PagedKernels:
         assert query_starts.is_contiguous() and context_lens.is_contiguous() and block_tables.is_contiguous()
         outputs = torch.empty((num_tokens, num_heads, head_dim), dtype=queries.dtype)
         self._attend(
-            _FORMATS[queries.dtype],
+            FORMATS[queries.dtype],
             queries.data_ptr(),
             queries.stride(0),
             queries.stride(1),
@@ -115,11 +114,6 @@ class PagedKernels:
             torch.get_num_threads(),
         )
         return outputs
-
-
-def _with_whole_rows(tensor: Tensor) -> Tensor:
-    """The kernels take any stride but the last."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _check_cache(

@@ -88,7 +88,7 @@ inline float sum(Floats vector) {
 
 inline float largest(Floats vector) { return fold<kWidth / 2>(vector, maximum); }
 
-// 2^x for x <= 0 (or a little above), relative error below 3e-7. Below -126 the answer stays at 2^-126.
+// 2^x for x <= 126, relative error below 3e-7. Below -126 the answer stays at 2^-126.
 // The nearest integer goes to the exponent, a minimax polynomial takes the rest in [-1/2, 1/2].
 inline Floats exp2(Floats x) {
     constexpr float kRounder = 12582912.0f;  // 1.5 * 2^23: adding it leaves the integer in the low bits

@@ -100,12 +100,23 @@ def test_no_bit_depends_on_other_rows_or_threads(
     assert torch.equal(torch.cat(alone), together)
 
 
-def test_rows_may_be_a_slice(dense: DenseKernels) -> None:
-    wide = random(9, 200, dtype=torch.bfloat16)
-    packed = dense.pack(random(70, 64, dtype=torch.bfloat16, seed=1))
-    ours = packed.multiply(wide[:, 30:94])
-    assert torch.equal(ours, packed.multiply(wide[:, 30:94].contiguous()))
-    assert torch.equal(packed.multiply(wide[:, 30:94].T.contiguous().T), ours)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("depth", [64, 30])
+@pytest.mark.parametrize("start", [30, 31])
+@pytest.mark.parametrize("width", [200, 201])
+def test_rows_may_be_a_slice(
+    any_dense: DenseKernels, dtype: torch.dtype, depth: int, start: int, width: int
+) -> None:
+    x = random(9, width, dtype=dtype)[:, start : start + depth]
+    whole = x.contiguous()
+    weights = [random(70, depth, dtype=dtype, seed=seed) for seed in (1, 2)]
+    for packed in (any_dense.pack(weights[0]), any_dense.pack_gated(*weights)):
+        exact = packed.multiply(whole)
+        assert torch.equal(packed.multiply(x), exact)
+        assert torch.equal(packed.multiply(x.T.contiguous().T), exact)
+        assert torch.equal(packed.multiply(x[3:4]), exact[3:4])
+    ones = torch.ones(depth, dtype=dtype)
+    assert torch.equal(any_dense.normalise(x, ones, 1e-5), any_dense.normalise(whole, ones, 1e-5))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
