@@ -163,19 +163,22 @@ class Batcher:
         self.limits, self.rows = derive(self._wanted, info, capacity)
         client.step_timeout_seconds = max(self._config.shard_timeout, SLOWEST_STEP * capacity.step_seconds)
         self.info = info
-        scheduler = Scheduler(self.limits, self._policy, capacity.step_costs)
-        waiting = self._scheduler.waiting if self._scheduler is not None else []
-        self._scheduler = scheduler
-        for sequence in waiting:
-            if scheduler.can_hold(sequence):
-                scheduler.add(sequence)
-            else:
-                self._fail(sequence, self._too_long(sequence.request))
+        former, self._scheduler = self._scheduler, Scheduler(self.limits, self._policy, capacity.step_costs)
+        if former is not None:
+            self._take_over(former, self._scheduler)
         self.state = ShardState.READY
         self._meter.ready(self.limits)
         self._changed()
         self.settled.set()
         log.info("the shard is warm: %s in %s on %s", info.model_type, info.dtype, info.device)
+
+    def _take_over(self, former: Scheduler, scheduler: Scheduler) -> None:
+        """Those who wait go on waiting, but for those whom the shard that came back could never hold."""
+        for sequence in former.waiting:
+            if scheduler.can_hold(sequence):
+                scheduler.add(sequence)
+            else:
+                self._turn_away(former, sequence, self._too_long(sequence.request))
 
     async def _find(self, client: ShardClient) -> ShardInfo:
         """Asks until a shard answers; one of another version is named in a warning."""
@@ -221,8 +224,8 @@ class Batcher:
             return
         log.error("%s", error)
         for sequence in self._scheduler.waiting:
-            self._scheduler.finish(sequence, FinishReason.FAILED)
-            self._fail(sequence, Unavailable("The model's process cannot serve any more, try again later"))
+            told = Unavailable("The model's process cannot serve any more, try again later")
+            self._turn_away(self._scheduler, sequence, told)
         self._changed()
 
     # ---- serving
@@ -271,6 +274,11 @@ class Batcher:
             num_new=request.max_new_tokens,
             most=self.limits.max_total_tokens,
         )
+
+    def _turn_away(self, scheduler: Scheduler, sequence: Sequence, error: HeadraceError) -> None:
+        """Ends one that waits in `scheduler`: its reader, who will leave, finds that it has ended."""
+        scheduler.finish(sequence, FinishReason.FAILED)
+        self._fail(sequence, error)
 
     def _fail(self, sequence: Sequence, error: HeadraceError) -> None:
         self._delivery.fail(sequence, error, time.monotonic())

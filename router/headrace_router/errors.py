@@ -193,6 +193,7 @@ class TimedOut(HeadraceError):
     error_type = "timeout"
     openai_type = "timeout_error"
     code = "timeout"
+    cause = "timeout"
 
 
 class Unavailable(HeadraceError):

@@ -86,15 +86,20 @@ class Meter:
         *,
         update_seconds: float,
         total_seconds: float,
+        follows_pause: bool,
     ) -> None:
-        """A step was answered, and its result taken into account, which took `update_seconds`."""
+        """A step was answered, and its result taken into account, which took `update_seconds`.
+
+        `follows_pause`: nobody had wanted anything before it, so the shard's device did not wait for us.
+        """
         method = _method(step)
         self.inference_success[method].inc()
         self.inference_duration[method].observe(total_seconds)
         self.forward_duration[method].observe(result.forward_seconds)
         self.decode_duration[method].observe(result.sample_seconds)
         self.filter_duration[method].observe(update_seconds)
-        self._metrics.shard_idle_seconds.observe(result.idle_seconds)
+        if not follows_pause:
+            self._metrics.shard_idle_seconds.observe(result.idle_seconds)
         self._metrics.shard_busy_seconds.observe(result.forward_seconds + result.sample_seconds)
         self._metrics.generated_tokens.inc(num_generated)
         self.shard_sequences.set(result.num_sequences)

@@ -139,10 +139,19 @@ class Metrics:
     request_count = _counter("Inference requests that arrived; one per HTTP request.")
     request_success = _counter("Inference requests answered to their end; one per HTTP request.")
     request_failure = _counter(
-        "Inference requests that failed, by cause. dropped: the client went away; unavailable: no shard, or "
-        "shutting down.",
+        "Inference requests that failed, by cause. dropped: the client went away; timeout: "
+        "`--request-timeout` had passed; unavailable: no shard, or shutting down.",
         label="err",
-        values=("validation", "overloaded", "template", "generation", "dropped", "incomplete", "unavailable"),
+        values=(
+            "validation",
+            "overloaded",
+            "template",
+            "generation",
+            "dropped",
+            "timeout",
+            "incomplete",
+            "unavailable",
+        ),
     )
     request_duration = _histogram("Seconds from arrival to the end of a whole answer.")
     request_validation_duration = _histogram("Seconds from arrival until the request joins the queue.")
@@ -239,11 +248,13 @@ class Metrics:
     shard_up = _gauge("1 while the shard answers and is warm, else 0.", prefix="headrace_")
     shard_sequences = _gauge("Sequences that the shard holds, as told by its last step.", prefix="headrace_")
     shard_idle_seconds = _histogram(
-        "Seconds that the shard's device waited for a step since the last one.", prefix="headrace_"
+        "Seconds that the shard's device waited for a step since the last one, while there was work: not "
+        "those before the first step after a pause in which nobody wanted anything.",
+        prefix="headrace_",
     )
     shard_busy_seconds = _histogram(
-        "Seconds that the shard's device computed a step. idle / (idle + busy), of the sums, is the share of "
-        "its time in which it waited.",
+        "Seconds that the shard's device computed a step. idle / (idle + busy), of the sums, is the share in "
+        "which it waited of the time in which there was work.",
         prefix="headrace_",
     )
     step_tokens = _histogram("Tokens computed in a step.", LENGTH_BUCKETS, prefix="headrace_")

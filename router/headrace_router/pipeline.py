@@ -21,14 +21,11 @@ from headrace_router.delivery import Delivery
 from headrace_router.errors import GenerationError, Unavailable, counted
 from headrace_router.meter import Meter
 from headrace_router.pace import Pace
-from headrace_router.scheduling.scheduler import Scheduler
+from headrace_router.scheduling.scheduler import MAX_IN_FLIGHT, Scheduler
 from headrace_router.scheduling.step import Step
 from headrace_router.shards.client import ShardClient, StepCall
 
 log = logging.getLogger(__name__)
-
-MAX_IN_FLIGHT = 2
-"""Steps sent and not answered: one that the shard computes, and one for it to go on with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +36,8 @@ class _Flight:
     call: StepCall
     sent_at: float
     scheduling_seconds: float
+    follows_pause: bool
+    """Whether the shard had nothing to do before, because nobody wanted anything."""
 
 
 class Pipeline:
@@ -63,6 +62,8 @@ class Pipeline:
         """The oldest first."""
         self._freed_at = 0.0
         """When the last answer came: from then on the shard could compute the next step."""
+        self._has_paused = True
+        """Whether nobody has wanted anything since the last step."""
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -76,9 +77,12 @@ class Pipeline:
                 self._wake.clear()
                 slack = self._slack_seconds()
                 if slack <= 0 and (flight := self._send()) is not None:
-                    # Once round the loop, so that the step is on its way before anything else is done.
-                    await asyncio.sleep(0)
-                    self._count(flight)
+                    try:
+                        # Once round the loop, so that the step is on its way before anything else is done,
+                        # and whoever has left meanwhile is gone before the next one is chosen.
+                        await asyncio.sleep(0)
+                    finally:
+                        self._count(flight)  # It was sent, also when the shard is given up in this moment.
                     self._delivery.deliver()
                     continue
                 self._delivery.deliver()
@@ -114,7 +118,14 @@ class Pipeline:
         scheduling_seconds = time.monotonic() - now
         call = self._client.send(step, num_ahead=len(self._flights))
         call.add_done_callback(lambda _: self._wake.set())
-        flight = _Flight(step=step, call=call, sent_at=now, scheduling_seconds=scheduling_seconds)
+        flight = _Flight(
+            step=step,
+            call=call,
+            sent_at=now,
+            scheduling_seconds=scheduling_seconds,
+            follows_pause=self._has_paused,
+        )
+        self._has_paused = False
         self._flights.append(flight)
         return flight
 
@@ -162,6 +173,7 @@ class Pipeline:
             num_generated,
             update_seconds=updated - came,
             total_seconds=updated - began_at,
+            follows_pause=flight.follows_pause,
         )
 
     async def _recover(self, step: Step, error: GenerationError) -> None:
@@ -182,6 +194,7 @@ class Pipeline:
 
     async def _idle(self) -> None:
         """Nobody has anything to compute: the shard forgets what has ended, then we wait for somebody."""
+        self._has_paused = True
         if dropped_ids := self._scheduler.take_dropped():
             try:
                 self._meter.shard_sequences.set(await self._client.filter(dropped_ids))

@@ -82,6 +82,17 @@ class RunningRouter:
         self.do(self._stop.set)
         self._thread.join()
 
+    @contextlib.contextmanager
+    def shard_at_work(self, shard: FakeShard) -> Iterator[FakeShard]:
+        """Serves a shard of the test's own, for a router that was made without; lost at the end."""
+        server = serving(shard, self.address)
+        asyncio.run_coroutine_threadsafe(server.__aenter__(), self.loop).result(WAIT_SECONDS)
+        try:
+            yield shard
+        finally:
+            end = server.__aexit__(None, None, None)
+            asyncio.run_coroutine_threadsafe(end, self.loop).result(WAIT_SECONDS)
+
     def do(self, call: Callable[[], T]) -> T:
         """Runs a function in the router's loop."""
 

@@ -263,6 +263,29 @@ def test_a_shard_that_comes_back_too_small_leaves_nobody_waiting(address: str) -
     asyncio.run(run())
 
 
+def test_who_does_not_fit_a_shard_that_comes_back_smaller_ends(address: str) -> None:
+    async def run() -> None:
+        harness = Harness(address, max_batch_size=1)
+        async with harness.running():
+            async with serving(FakeShard(step_seconds=0.005), address):
+                await harness.ready()
+                running, long, short = harness.submit(4, 300), harness.submit(300, 100), harness.submit(5, 5)
+                await harness.until(lambda: len(running.tokens) > 2)
+            async with serving(FakeShard(num_blocks=8), address):
+                async with asyncio.timeout(WAIT_SECONDS):
+                    await long.over.wait()
+                    assert isinstance(long.error, ContextLengthExceeded)
+                    assert "must be <= 128. Given: 300 `inputs` tokens and 100" in long.error.message
+                    assert long.sequence is not None and long.sequence.finish_reason is FinishReason.FAILED
+                    # As its reader does on the way out.
+                    harness.batcher.finish(long.sequence, FinishReason.CANCELLED)
+                    await short.over.wait()
+                assert short.tokens == expected(5, 5)
+                await harness.until_idle(8)
+
+    asyncio.run(run())
+
+
 def test_a_shard_of_another_version_is_named(address: str, caplog: pytest.LogCaptureFixture) -> None:
     shard = FakeShard()
     shard.version = "0.0.0"

@@ -13,8 +13,8 @@ from headrace_router.config import RouterConfig
 from headrace_router.engine import Engine, Finish, Generation, Output, OutputToken
 from headrace_router.errors import GenerationError, LimitsError, Overloaded, Unavailable
 from headrace_router.metrics import Metrics
-from headrace_router.pipeline import MAX_IN_FLIGHT
 from headrace_router.scheduling.request import FinishReason, Request, SamplingParams
+from headrace_router.scheduling.scheduler import MAX_IN_FLIGHT
 from headrace_router.text.output import OutputOptions
 from headrace_router.text.tokenizer import Tokenizer
 

@@ -38,7 +38,7 @@ class Measured:
         self.scheduler.add(sequence)
         self.meter.levels(self.scheduler)
 
-    def step(self) -> None:
+    def step(self, *, follows_pause: bool = False) -> None:
         """One step, all the way."""
         step = self.scheduler.schedule(0.0)
         assert step is not None
@@ -46,7 +46,13 @@ class Measured:
         result = _answer(step)
         self.scheduler.update(result)
         self.meter.came(
-            step, result, self.scheduler, len(result.tokens), update_seconds=0.25, total_seconds=0.75
+            step,
+            result,
+            self.scheduler,
+            len(result.tokens),
+            update_seconds=0.25,
+            total_seconds=0.75,
+            follows_pause=follows_pause,
         )
 
     def __getitem__(self, name: str) -> float:
@@ -120,6 +126,17 @@ def test_seconds_of_a_step() -> None:
     for name, seconds in (("inference", 0.75), ("forward", 0.5), ("decode", 0.125), ("filter", 0.25)):
         assert page[f'tgi_batch_{name}_duration_sum{{method="prefill"}}'] == seconds
     assert page["headrace_generated_tokens"] == 1
+
+
+def test_a_pause_in_which_nobody_wanted_anything_is_no_idle_time() -> None:
+    page = Measured()
+    page.add(20, 2, salt=0)
+    page.step(follows_pause=True)
+    assert page["headrace_shard_idle_seconds_count"] == 0
+    assert page["headrace_shard_busy_seconds_count"] == 1
+    page.step()
+    assert page["headrace_shard_idle_seconds_sum"] == 0.0625
+    assert page["headrace_shard_busy_seconds_count"] == 2
 
 
 def test_every_step_ends_as_a_success_or_a_failure() -> None:

@@ -69,6 +69,7 @@ def test_counters_have_no_suffix_and_start_at_zero() -> None:
     assert "tgi_request_count 1.0" in lines
     assert 'tgi_request_failure{err="dropped"} 2.0' in lines
     assert 'tgi_request_failure{err="incomplete"} 0.0' in lines
+    assert 'tgi_request_failure{err="timeout"} 0.0' in lines
     assert not [line for line in lines if "_created" in line]
     assert not [line for line in lines if "_total" in line.split("{")[0].split(" ")[0] and "tgi_" in line[:4]
                 and "tgi_batch_max_total_tokens" not in line]  # fmt: skip

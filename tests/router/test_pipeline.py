@@ -60,7 +60,8 @@ def test_many_mixed_requests_get_what_they_get_alone(address: str) -> None:
         )
         assert steps == len(shard.steps) == harness.value("headrace_step_tokens_count")
         assert steps == harness.value("headrace_shard_busy_seconds_count")
-        assert steps == harness.value("headrace_shard_idle_seconds_count")
+        # Before the first step nobody wanted anything.
+        assert steps - 1 == harness.value("headrace_shard_idle_seconds_count")
         assert harness.value("tgi_batch_concat", reason="chunking") > 0
 
     settle(address, shard, main, max_batch_prefill_tokens=32, max_batch_size=16)
@@ -81,6 +82,20 @@ def test_the_next_step_leaves_before_the_answer(address: str) -> None:
         shard.gate.set()
         await sink.over.wait()
         assert sink.tokens == expected(5, 20)
+
+    settle(address, shard, main)
+
+
+def test_only_waits_between_steps_count_as_idle(address: str) -> None:
+    shard = FakeShard()
+
+    async def main(harness: Harness) -> None:
+        for num_pauses in (1, 2, 3):
+            sink = harness.submit(5, 6, salt=40 * num_pauses)
+            await sink.over.wait()
+            await harness.until_idle(64)
+            assert len(shard.steps) == harness.value("headrace_shard_busy_seconds_count") == 6 * num_pauses
+            assert harness.value("headrace_shard_idle_seconds_count") == 5 * num_pauses
 
     settle(address, shard, main)
 

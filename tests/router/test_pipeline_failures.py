@@ -8,7 +8,9 @@ import grpc
 import pytest
 from headrace_router.batcher import ShardState
 from headrace_router.errors import GenerationError, Unavailable
+from headrace_router.scheduling.step import Step
 from headrace_router.shards import client as client_module
+from headrace_router.shards.client import ShardClient, StepCall
 
 from tests.fake_shard import FakeShard, serving
 from tests.router.batching import Harness, expected, settle
@@ -174,6 +176,43 @@ def test_a_shard_lost_with_two_steps_under_way(address: str) -> None:
             assert sent == succeeded + 2
 
     asyncio.run(run())
+
+
+def test_a_shard_lost_in_the_turn_a_first_step_is_sent(address: str, monkeypatch: Any) -> None:
+    """The loss is noticed after the step was given to gRPC and before anything else is done."""
+    lost = asyncio.Event()
+    watch, send = ShardClient.lost, ShardClient.send
+
+    async def loses(self: ShardClient, instance: str) -> Unavailable:
+        if lost.is_set():
+            return await watch(self, instance)
+        await lost.wait()
+        return Unavailable("lost")
+
+    def sends(self: ShardClient, step: Step, *, num_ahead: int = 0) -> StepCall:
+        call = send(self, step, num_ahead=num_ahead)
+        if not lost.is_set():
+            lost.set()
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()  # As the batcher does, which has noticed the loss just now.
+        return call
+
+    monkeypatch.setattr(ShardClient, "lost", loses)
+    monkeypatch.setattr(ShardClient, "send", sends)
+    shard = FakeShard()
+
+    async def main(harness: Harness) -> None:
+        sink = harness.submit(5, 4)
+        await sink.over.wait()
+        assert (sink.tokens, sink.num_starts) == (expected(5, 4), 1)
+        assert harness.value("headrace_prompt_tokens") == 5
+        outcomes = ("success", "failure")
+        ended = sum(sum_over_methods(harness, f"tgi_batch_inference_{outcome}") for outcome in outcomes)
+        assert sum_over_methods(harness, "tgi_batch_inference_count") == ended
+        assert sum_over_methods(harness, "tgi_batch_inference_failure") == 1
+
+    settle(address, shard, main)
 
 
 def test_a_shard_frozen_with_two_steps_under_way(address: str, monkeypatch: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 from headrace_router.api.generations import MAX_SEED, copies
 from headrace_router.scheduling.request import Request, SamplingParams
 
-from tests.fake_shard import FakeSequence
-from tests.router.running import CHAT, EOS, RunningRouter, raw_request
+from tests.fake_shard import FakeSequence, FakeShard
+from tests.router.running import CHAT, EOS, WAIT_SECONDS, RunningRouter, raw_request
 
 SEED = 7
 CHATS = CHAT | {"seed": SEED}
@@ -220,3 +221,38 @@ def test_a_copy_that_ends_first_waits_for_the_others(router: RunningRouter) -> N
     events = router.events("/v1/chat/completions", CHATS | {"n": 3, "stream": True}, is_done=True)
     ends = [choice["index"] for event in events for choice in event["choices"] if choice["finish_reason"]]
     assert ends == [0, 1, 2]
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_of_several_answers_one_does_not_fit_the_shard_that_comes_back(
+    model_folder: Path, is_stream: bool
+) -> None:
+    """They wait for their turn when it is lost. The first prompt would still fit, and may not stay behind."""
+    body = {"prompt": [[5] * 9, [6] * 300], "n": 2, "max_tokens": 100, "stream": is_stream}
+    with (
+        RunningRouter(model_folder, starts_shard=False, max_batch_size=1) as router,
+        ThreadPoolExecutor() as pool,
+    ):
+        engine = router.service.engine
+        first, second = FakeShard(), FakeShard(num_blocks=8)
+        for shard in (first, second):
+            router.do(shard.gate.clear)
+        with router.shard_at_work(first):
+            router.wait_for(lambda: engine.is_ready)
+            running = pool.submit(
+                router.post, "/generate", {"inputs": "a", "parameters": {"max_new_tokens": 3}}
+            )
+            router.wait_for(lambda: bool(first.steps))
+            waiting = pool.submit(router.post, "/v1/completions", body)
+            router.wait_for(lambda: engine.num_active == 5)
+        with router.shard_at_work(second):
+            response = waiting.result(WAIT_SECONDS)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["code"] == "context_length_exceeded" and "length is 128 tokens" in error["message"]
+            router.wait_for(lambda: engine.num_active == 1)
+            router.do(second.gate.set)
+            assert running.result(WAIT_SECONDS).status_code == 200
+            router.wait_for(lambda: not second.sequences)
+        assert {new.id for step in second.steps for new in step.new_sequences} == {1}
+        assert second.violations == []

@@ -21,7 +21,7 @@ OPENAI_ERROR = {"message": MESSAGE, "type": "timeout_error", "param": None, "cod
 NATIVE_ERROR = {"error": MESSAGE, "error_type": "timeout"}
 
 NATIVE = {"inputs": "the water", "parameters": {"max_new_tokens": 100}}
-FAILURES = 'tgi_request_failure{err="incomplete"}'
+FAILURES = 'tgi_request_failure{err="timeout"}'
 
 
 @pytest.fixture(scope="module")
