@@ -54,15 +54,16 @@ class HttpConnection(HttpToolsProtocol):
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
+    def eof_received(self) -> None:
+        # The transport closes now, and says so in a later turn of the loop.
+        self._tell_running()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
         self._stop_head_timer()
-        running = self._running
         super().connection_lost(exc)
         # uvicorn tells the request that came last, which need not be the one that runs.
-        if running is not None and not running.response_complete:
-            running.disconnected = True
-            running.message_event.set()
+        self._tell_running()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -118,6 +119,13 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)  # type: ignore[arg-type]
 
     # ---- what uvicorn does otherwise
+
+    def _tell_running(self) -> None:
+        """Tells the request that runs that its client has left."""
+        running = self._running
+        if running is not None and not running.response_complete:
+            running.disconnected = True
+            running.message_event.set()
 
     def _stop_head_timer(self) -> None:
         if self._head_timer is not None:

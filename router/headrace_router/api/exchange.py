@@ -82,7 +82,7 @@ class Exchange:
         self.num_cached_tokens = 0
         """Of the prompts: found in the prefix cache."""
         self.generations: list[Generation] = []
-        """What it asked for: counted here for the line about its end."""
+        """What it asked for: cancelled when the client leaves, and counted for the line about its end."""
         self._is_complete = False
         self._receive = receive
         self._send = send
@@ -147,7 +147,11 @@ class Exchange:
 
     @contextlib.asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Cancels what runs inside at the moment the client leaves, and raises ClientLeft in its place."""
+        """Cancels what runs inside at the moment the client leaves, and raises ClientLeft in its place.
+
+        The generations end in that very moment: the way out of a handler takes some turns of the loop, and in
+        each of them a step might be sent.
+        """
         task = asyncio.current_task()
         assert task is not None
         has_left = False
@@ -157,6 +161,8 @@ class Exchange:
             if not has_left:
                 has_left = True
                 task.cancel()
+                for generation in self.generations:
+                    generation.cancel()
 
         async def watch() -> None:
             while (await self._receive())["type"] != "http.disconnect":

@@ -1,11 +1,15 @@
 """Reading bodies, and noticing at once that a client has left: queued, computing, streaming or not."""
 
+import asyncio
 import socket
 import struct
 from typing import Any
 
 import pytest
-from headrace_router.pipeline import MAX_IN_FLIGHT
+from headrace_router.api.connection import HttpConnection
+from headrace_router.batcher import Batcher
+from headrace_router.scheduling.request import FinishReason, Sequence, Status
+from headrace_router.scheduling.scheduler import MAX_IN_FLIGHT
 
 from tests.router.running import CHAT, RunningRouter, raw_request
 
@@ -82,6 +86,46 @@ def test_leaving_the_queue(model_folder: Any, path: str, body: dict[str, Any]) -
         assert router.metric(DROPPED) == 2
         # None but the first was ever sent to the shard.
         assert {new.id for step in router.shard.steps for new in step.new_sequences} <= {1}
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_who_leaves_is_cancelled_in_the_next_turn_of_the_loop(
+    router: RunningRouter, path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many turns its handler takes to end: in each of them a step might be sent."""
+    turn = 0
+    noticed: list[int] = []
+    cancelled: list[int] = []
+    finish, eof_received = Batcher.finish, HttpConnection.eof_received
+
+    async def turns() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def notes_eof(self: HttpConnection) -> None:
+        noticed.append(turn)
+        eof_received(self)
+
+    def notes_finish(self: Batcher, sequence: Sequence, reason: FinishReason) -> None:
+        if sequence.status is not Status.FINISHED:
+            cancelled.append(turn)
+        finish(self, sequence, reason)
+
+    monkeypatch.setattr(HttpConnection, "eof_received", notes_eof)
+    monkeypatch.setattr(Batcher, "finish", notes_finish)
+    router.do(router.shard.gate.clear)
+    num_steps = len(router.shard.steps)
+    counting = asyncio.run_coroutine_threadsafe(turns(), router.loop)
+    with raw_request(router, path, body):
+        router.wait_for(lambda: len(router.shard.steps) > num_steps)
+    wait_until_gone(router)
+    counting.cancel()
+    router.do(router.shard.gate.set)
+    router.wait_for(lambda: not router.shard.sequences)
+    assert cancelled and len(noticed) == 1
+    assert max(cancelled) - noticed[0] <= 1
 
 
 def test_leaving_before_the_body_is_whole(router: RunningRouter) -> None:
