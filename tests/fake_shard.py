@@ -126,7 +126,6 @@ class FakeShard(ShardServicer):
             model_type="llama",
             dtype="float32",
             device=self.device,
-            attention="sdpa",
             block_size=self.block_size,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace_proto/shard.proto\x12\x0bheadrace.v1\"\r\n\x0bInfoRequest\"\xf2\x01\n\x0cInfoResponse\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x11\n\tattention\x18\x04 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_positions\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x0f\n\x07version\x18\n \x01(\t\x12\x10\n\x08instance\x18\x0b \x01(\t\x12\r\n\x05notes\x18\x0c \x03(\t\"\x0f\n\rHealthRequest\"\x10\n\x0eHealthResponse\"^\n\rWarmupRequest\x12\x17\n\x0fmax_step_tokens\x18\x01 \x01(\r\x12\x1a\n\x12max_step_sequences\x18\x02 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\x04\"\x93\x01\n\x0eWarmupResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x61vailable_bytes\x18\x04 \x01(\x04\x12)\n\nstep_costs\x18\x05 \x03(\x0b\x32\x15.headrace.v1.StepCost\"/\n\x08StepCost\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xa7\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\ttypical_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0e\x62ias_token_ids\x18\n \x03(\r\x12\x13\n\x0b\x62ias_values\x18\x0b \x03(\x02\x12\x16\n\x0emin_new_tokens\x18\x0c \x01(\r\x12\x1c\n\x14suppressed_token_ids\x18\r \x03(\r\"\xdf\x01\n\x0bNewSequence\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x14\n\x0ctop_n_tokens\x18\x06 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\x1b\n\x13prompt_top_n_tokens\x18\x08 \x01(\r\"\xd9\x01\n\x0bStepRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x64ropped_ids\x18\x02 \x03(\x04\x12/\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x18.headrace.v1.NewSequence\x12\x0b\n\x03ids\x18\x04 \x03(\x04\x12\x12\n\nnum_tokens\x18\x05 \x03(\r\x12\x16\n\x0enum_new_blocks\x18\x06 \x03(\r\x12\x12\n\nnew_blocks\x18\x07 \x03(\r\x12\x13\n\x0b\x63opied_from\x18\x08 \x03(\r\x12\x11\n\tcopied_to\x18\t \x03(\r\"\xc1\x02\n\x0cStepResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x12\n\ntop_counts\x18\x04 \x03(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.headrace.v1.PromptLogprobs\x12*\n\x06\x65rrors\x18\x08 \x03(\x0b\x32\x1a.headrace.v1.SequenceError\x12\x17\n\x0f\x66orward_seconds\x18\t \x01(\x01\x12\x16\n\x0esample_seconds\x18\n \x01(\x01\x12\x14\n\x0cidle_seconds\x18\x0b \x01(\x01\x12\x15\n\rnum_sequences\x18\x0c \x01(\r\"{\n\x0ePromptLogprobs\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\",\n\rSequenceError\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\"$\n\rFilterRequest\x12\x13\n\x0b\x64ropped_ids\x18\x01 \x03(\x04\"\'\n\x0e\x46ilterResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"\x0e\n\x0c\x43learRequest\"$\n\rClearResponse\x12\x13\n\x0bnum_dropped\x18\x01 \x01(\r2\xcc\x03\n\x05Shard\x12;\n\x04Info\x12\x18.headrace.v1.InfoRequest\x1a\x19.headrace.v1.InfoResponse\x12\x41\n\x06Health\x12\x1a.headrace.v1.HealthRequest\x1a\x1b.headrace.v1.HealthResponse\x12\x41\n\x06Warmup\x12\x1a.headrace.v1.WarmupRequest\x1a\x1b.headrace.v1.WarmupResponse\x12>\n\x07Prefill\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\x12=\n\x06\x44\x65\x63ode\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\x12\x41\n\x06\x46ilter\x12\x1a.headrace.v1.FilterRequest\x1a\x1b.headrace.v1.FilterResponse\x12>\n\x05\x43lear\x12\x19.headrace.v1.ClearRequest\x1a\x1a.headrace.v1.ClearResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aheadrace_proto/shard.proto\x12\x0bheadrace.v1\"\r\n\x0bInfoRequest\"\xe5\x01\n\x0cInfoResponse\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x03 \x01(\t\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_positions\x18\x07 \x01(\r\x12\x15\n\reos_token_ids\x18\x08 \x03(\r\x12\x14\n\x0cweight_bytes\x18\t \x01(\x04\x12\x0f\n\x07version\x18\n \x01(\t\x12\x10\n\x08instance\x18\x0b \x01(\t\x12\r\n\x05notes\x18\x0c \x03(\tJ\x04\x08\x04\x10\x05\"\x0f\n\rHealthRequest\"\x10\n\x0eHealthResponse\"^\n\rWarmupRequest\x12\x17\n\x0fmax_step_tokens\x18\x01 \x01(\r\x12\x1a\n\x12max_step_sequences\x18\x02 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x03 \x01(\x04\"\x93\x01\n\x0eWarmupResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x62lock_bytes\x18\x02 \x01(\x04\x12\x14\n\x0cstep_seconds\x18\x03 \x01(\x01\x12\x17\n\x0f\x61vailable_bytes\x18\x04 \x01(\x04\x12)\n\nstep_costs\x18\x05 \x03(\x0b\x32\x15.headrace.v1.StepCost\"/\n\x08StepCost\x12\x12\n\nnum_tokens\x18\x01 \x01(\r\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\"\xa7\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x02\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x11\n\ttypical_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x02\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x16\n\x0e\x62ias_token_ids\x18\n \x03(\r\x12\x13\n\x0b\x62ias_values\x18\x0b \x03(\x02\x12\x16\n\x0emin_new_tokens\x18\x0c \x01(\r\x12\x1c\n\x14suppressed_token_ids\x18\r \x03(\r\"\xdf\x01\n\x0bNewSequence\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x04 \x01(\r\x12-\n\x08sampling\x18\x05 \x01(\x0b\x32\x1b.headrace.v1.SamplingParams\x12\x14\n\x0ctop_n_tokens\x18\x06 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\x1b\n\x13prompt_top_n_tokens\x18\x08 \x01(\r\"\xd9\x01\n\x0bStepRequest\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x13\n\x0b\x64ropped_ids\x18\x02 \x03(\x04\x12/\n\rnew_sequences\x18\x03 \x03(\x0b\x32\x18.headrace.v1.NewSequence\x12\x0b\n\x03ids\x18\x04 \x03(\x04\x12\x12\n\nnum_tokens\x18\x05 \x03(\r\x12\x16\n\x0enum_new_blocks\x18\x06 \x03(\r\x12\x12\n\nnew_blocks\x18\x07 \x03(\r\x12\x13\n\x0b\x63opied_from\x18\x08 \x03(\r\x12\x11\n\tcopied_to\x18\t \x03(\r\"\xc1\x02\n\x0cStepResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x12\n\ntop_counts\x18\x04 \x03(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\x12\x34\n\x0fprompt_logprobs\x18\x07 \x03(\x0b\x32\x1b.headrace.v1.PromptLogprobs\x12*\n\x06\x65rrors\x18\x08 \x03(\x0b\x32\x1a.headrace.v1.SequenceError\x12\x17\n\x0f\x66orward_seconds\x18\t \x01(\x01\x12\x16\n\x0esample_seconds\x18\n \x01(\x01\x12\x14\n\x0cidle_seconds\x18\x0b \x01(\x01\x12\x15\n\rnum_sequences\x18\x0c \x01(\r\"{\n\x0ePromptLogprobs\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\x0f\n\x07num_top\x18\x04 \x01(\r\x12\x15\n\rtop_token_ids\x18\x05 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x06 \x03(\x02\",\n\rSequenceError\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\"$\n\rFilterRequest\x12\x13\n\x0b\x64ropped_ids\x18\x01 \x03(\x04\"\'\n\x0e\x46ilterResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"\x0e\n\x0c\x43learRequest\"$\n\rClearResponse\x12\x13\n\x0bnum_dropped\x18\x01 \x01(\r2\xcc\x03\n\x05Shard\x12;\n\x04Info\x12\x18.headrace.v1.InfoRequest\x1a\x19.headrace.v1.InfoResponse\x12\x41\n\x06Health\x12\x1a.headrace.v1.HealthRequest\x1a\x1b.headrace.v1.HealthResponse\x12\x41\n\x06Warmup\x12\x1a.headrace.v1.WarmupRequest\x1a\x1b.headrace.v1.WarmupResponse\x12>\n\x07Prefill\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\x12=\n\x06\x44\x65\x63ode\x12\x18.headrace.v1.StepRequest\x1a\x19.headrace.v1.StepResponse\x12\x41\n\x06\x46ilter\x12\x1a.headrace.v1.FilterRequest\x1a\x1b.headrace.v1.FilterResponse\x12>\n\x05\x43lear\x12\x19.headrace.v1.ClearRequest\x1a\x1a.headrace.v1.ClearResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,37 +34,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFOREQUEST']._serialized_start=43
   _globals['_INFOREQUEST']._serialized_end=56
   _globals['_INFORESPONSE']._serialized_start=59
-  _globals['_INFORESPONSE']._serialized_end=301
-  _globals['_HEALTHREQUEST']._serialized_start=303
-  _globals['_HEALTHREQUEST']._serialized_end=318
-  _globals['_HEALTHRESPONSE']._serialized_start=320
-  _globals['_HEALTHRESPONSE']._serialized_end=336
-  _globals['_WARMUPREQUEST']._serialized_start=338
-  _globals['_WARMUPREQUEST']._serialized_end=432
-  _globals['_WARMUPRESPONSE']._serialized_start=435
-  _globals['_WARMUPRESPONSE']._serialized_end=582
-  _globals['_STEPCOST']._serialized_start=584
-  _globals['_STEPCOST']._serialized_end=631
-  _globals['_SAMPLINGPARAMS']._serialized_start=634
-  _globals['_SAMPLINGPARAMS']._serialized_end=929
-  _globals['_NEWSEQUENCE']._serialized_start=932
-  _globals['_NEWSEQUENCE']._serialized_end=1155
-  _globals['_STEPREQUEST']._serialized_start=1158
-  _globals['_STEPREQUEST']._serialized_end=1375
-  _globals['_STEPRESPONSE']._serialized_start=1378
-  _globals['_STEPRESPONSE']._serialized_end=1699
-  _globals['_PROMPTLOGPROBS']._serialized_start=1701
-  _globals['_PROMPTLOGPROBS']._serialized_end=1824
-  _globals['_SEQUENCEERROR']._serialized_start=1826
-  _globals['_SEQUENCEERROR']._serialized_end=1870
-  _globals['_FILTERREQUEST']._serialized_start=1872
-  _globals['_FILTERREQUEST']._serialized_end=1908
-  _globals['_FILTERRESPONSE']._serialized_start=1910
-  _globals['_FILTERRESPONSE']._serialized_end=1949
-  _globals['_CLEARREQUEST']._serialized_start=1951
-  _globals['_CLEARREQUEST']._serialized_end=1965
-  _globals['_CLEARRESPONSE']._serialized_start=1967
-  _globals['_CLEARRESPONSE']._serialized_end=2003
-  _globals['_SHARD']._serialized_start=2006
-  _globals['_SHARD']._serialized_end=2466
+  _globals['_INFORESPONSE']._serialized_end=288
+  _globals['_HEALTHREQUEST']._serialized_start=290
+  _globals['_HEALTHREQUEST']._serialized_end=305
+  _globals['_HEALTHRESPONSE']._serialized_start=307
+  _globals['_HEALTHRESPONSE']._serialized_end=323
+  _globals['_WARMUPREQUEST']._serialized_start=325
+  _globals['_WARMUPREQUEST']._serialized_end=419
+  _globals['_WARMUPRESPONSE']._serialized_start=422
+  _globals['_WARMUPRESPONSE']._serialized_end=569
+  _globals['_STEPCOST']._serialized_start=571
+  _globals['_STEPCOST']._serialized_end=618
+  _globals['_SAMPLINGPARAMS']._serialized_start=621
+  _globals['_SAMPLINGPARAMS']._serialized_end=916
+  _globals['_NEWSEQUENCE']._serialized_start=919
+  _globals['_NEWSEQUENCE']._serialized_end=1142
+  _globals['_STEPREQUEST']._serialized_start=1145
+  _globals['_STEPREQUEST']._serialized_end=1362
+  _globals['_STEPRESPONSE']._serialized_start=1365
+  _globals['_STEPRESPONSE']._serialized_end=1686
+  _globals['_PROMPTLOGPROBS']._serialized_start=1688
+  _globals['_PROMPTLOGPROBS']._serialized_end=1811
+  _globals['_SEQUENCEERROR']._serialized_start=1813
+  _globals['_SEQUENCEERROR']._serialized_end=1857
+  _globals['_FILTERREQUEST']._serialized_start=1859
+  _globals['_FILTERREQUEST']._serialized_end=1895
+  _globals['_FILTERRESPONSE']._serialized_start=1897
+  _globals['_FILTERRESPONSE']._serialized_end=1936
+  _globals['_CLEARREQUEST']._serialized_start=1938
+  _globals['_CLEARREQUEST']._serialized_end=1952
+  _globals['_CLEARRESPONSE']._serialized_start=1954
+  _globals['_CLEARRESPONSE']._serialized_end=1990
+  _globals['_SHARD']._serialized_start=1993
+  _globals['_SHARD']._serialized_end=2453
 # @@protoc_insertion_point(module_scope)

@@ -35,7 +35,6 @@ class InfoResponse(google.protobuf.message.Message):
     MODEL_TYPE_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
-    ATTENTION_FIELD_NUMBER: builtins.int
     BLOCK_SIZE_FIELD_NUMBER: builtins.int
     VOCAB_SIZE_FIELD_NUMBER: builtins.int
     MAX_POSITIONS_FIELD_NUMBER: builtins.int
@@ -50,8 +49,6 @@ class InfoResponse(google.protobuf.message.Message):
     """"float32", "bfloat16" or "float16"."""
     device: builtins.str
     """"cpu" or "cuda"."""
-    attention: builtins.str
-    """Name of the attention backend, e.g. "cpu" or "sdpa"."""
     block_size: builtins.int
     """Tokens per KV block."""
     vocab_size: builtins.int
@@ -78,7 +75,6 @@ class InfoResponse(google.protobuf.message.Message):
         model_type: builtins.str = ...,
         dtype: builtins.str = ...,
         device: builtins.str = ...,
-        attention: builtins.str = ...,
         block_size: builtins.int = ...,
         vocab_size: builtins.int = ...,
         max_positions: builtins.int = ...,
@@ -88,7 +84,7 @@ class InfoResponse(google.protobuf.message.Message):
         instance: builtins.str = ...,
         notes: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention", b"attention", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "instance", b"instance", "max_positions", b"max_positions", "model_type", b"model_type", "notes", b"notes", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "device", b"device", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "instance", b"instance", "max_positions", b"max_positions", "model_type", b"model_type", "notes", b"notes", "version", b"version", "vocab_size", b"vocab_size", "weight_bytes", b"weight_bytes"]) -> None: ...
 
 global___InfoResponse = InfoResponse
 

@@ -68,7 +68,6 @@ class ShardService(ShardServicer):
             model_type=config.model_type,
             dtype=name_of(loaded.dtype),
             device=loaded.device.type,
-            attention=loaded.backend.name,
             block_size=loaded.backend.block_size,
             vocab_size=config.vocab_size,
             max_positions=config.max_positions,

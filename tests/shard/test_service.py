@@ -29,7 +29,7 @@ def router(serving: Serving) -> SmallRouter:
 
 def test_info_says_what_is_served(serving: Serving) -> None:
     info = serving.stub.Info(pb.InfoRequest())
-    assert (info.model_type, info.dtype, info.device, info.attention) == ("llama", "float32", "cpu", "sdpa")
+    assert (info.model_type, info.dtype, info.device) == ("llama", "float32", "cpu")
     assert (info.block_size, info.vocab_size, info.max_positions) == (16, 384, 512)
     assert list(info.eos_token_ids) == [2]
     assert info.version == __version__

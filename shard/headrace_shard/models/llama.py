@@ -64,8 +64,8 @@ class LlamaModel(NativeLayer):
     """Everything below the output layer."""
 
     _kernels: DenseKernels | None = None
-    _blocks: DecoderBlocks | None = None
-    """All of `layers` in one, where kernels run them whole."""
+    whole: DecoderBlocks | None = None
+    """All of `layers` in one call, where kernels run them whole; else they are called one by one."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -78,22 +78,13 @@ class LlamaModel(NativeLayer):
         """Run the blocks with `kernels` once they have a cache."""
         self._kernels = kernels
 
-    @property
-    def runs_whole(self) -> bool:
-        """Whether all blocks run in one call."""
-        return self._blocks is not None
-
-    def split_blocks(self) -> None:
-        """Call the blocks one by one from now on, until they are joined again."""
-        self._blocks = None
-
     def join_blocks(self) -> None:
         """Make one call of the blocks, if kernels run them whole; to be done anew for each cache."""
-        self.split_blocks()
+        self.whole = None
         layers = [layer for layer in self.layers if isinstance(layer, LlamaBlock)]
         blocks = [tensors for layer in layers if (tensors := layer.tensors()) is not None]
         if self._kernels is not None and len(blocks) == len(layers):
-            self._blocks = DecoderBlocks(
+            self.whole = DecoderBlocks(
                 self._kernels,
                 blocks,
                 epsilon=layers[0].input_layernorm.eps,
@@ -104,8 +95,8 @@ class LlamaModel(NativeLayer):
         """Hidden states [T, hidden_size]."""
         hidden = self.embed_tokens(inputs.token_ids)
         rotation = self.rotary(inputs.positions)
-        if self._blocks is not None:
-            hidden = self._blocks.run(hidden, rotation.cos, rotation.sin, inputs)
+        if self.whole is not None:
+            hidden = self.whole.run(hidden, rotation.cos, rotation.sin, inputs)
         else:
             for layer in self.layers:
                 hidden = layer(hidden, rotation, inputs)

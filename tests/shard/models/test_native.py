@@ -52,16 +52,15 @@ def test_blocks_in_one_call_give_the_bits_of_single_calls(
 ) -> None:
     model = load(make_checkpoint(tmp_path, **VARIANTS[variant]), dtype)
     tokens = prompt(45, seed=2)
-    assert model.model.runs_whole
+    assert model.model.whole is not None
     together = run(model, tokens, [40, 1, 4])
-    model.model.split_blocks()
-    assert not model.model.runs_whole
+    model.model.whole = None
     assert torch.equal(run(model, tokens, [40, 1, 4]), together)
 
 
 def test_blocks_that_compute_in_part_in_torch_are_called_one_by_one(tmp_path: Path) -> None:
     model = load(make_checkpoint(tmp_path, mlp_bias=True))
-    assert not model.model.runs_whole
+    assert model.model.whole is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
