@@ -113,7 +113,8 @@ class RouterSettings:
     max_step_slowdown: float = setting(
         3.0,
         help="Parts of prompts are made so small that a step with one takes at most so many times what the "
-        "running answers alone would take. At least 1, or 0 for no bound: prompts sooner, answers jerkily.",
+        "running answers alone would take, as far as parts of one KV block allow: such a part is always let "
+        "in. At least 1, or 0 for no bound: prompts sooner, answers jerkily.",
         minimum=0,
     )
     payload_limit: int = setting(2_000_000, help="Largest request body in bytes.", minimum=1, tgi=True)

@@ -21,7 +21,8 @@ class ShardSettings:
     )
     attention: str = setting(
         "auto",
-        help="Attention backend; `sdpa` is plain torch, `cpu` our own kernels for the CPU.",
+        help="Attention backend; `sdpa` is plain torch, `cpu` our own kernels for the CPU, which then "
+        "compute the layers around attention as well.",
         choices=("auto", "sdpa", "cpu"),
         tgi=True,
     )
