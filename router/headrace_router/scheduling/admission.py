@@ -6,9 +6,11 @@ prefills never hold all blocks between them with none of them whole. While the f
 others may pass it, `MAX_OVERTAKEN` in all.
 
 A sequence whose next block is about to be computed by another one, its *leader*, waits until it can share it:
-of many requests with one new prefix, one computes it. It does so only as long as the leader gets on.
+of many requests with one new prefix, one computes it. It does so only as long as the leader gets on, and
+never for a leader of worse priority, which others of better ones may hold up. Others pass those who follow.
 """
 
+import sys
 from collections.abc import Iterable
 from itertools import compress, count
 from operator import ne
@@ -25,8 +27,11 @@ MAX_OVERTAKEN = 16
 MAX_PASSED_OVER = 8
 """Waiting sequences without room behind which we still look for one with room."""
 
-MAX_FOLLOWING = 64
-"""Waiting sequences that wait for a leader behind which we still look for one that does not."""
+MAX_NEW_FOLLOWERS = 64
+"""Waiting sequences that may be found in a step to have a leader, which is work; the next step goes on."""
+
+MAX_FOLLOWERS = 1024
+"""Waiting sequences known to have a leader behind which we still look for one that has none."""
 
 MAX_PAUSE = 4
 """Steps in which a leader may compute nothing before nobody waits for it any more. Now and then a step is of
@@ -79,13 +84,15 @@ class Admission:
         self._passed_over, self._num_passed_over = [], {}
         chosen: list[Sequence] = []
         num_following = 0
-        for sequence in self.queue:
+        for sequence in self.queue.in_order(leaders.still_leads):
+            if leaders.num_followers == MAX_FOLLOWERS:
+                break
             if sequence.num_late:
                 # Its last token is on its way. Nobody takes the blocks that it has just given up.
                 break
             if leaders.leads(sequence):
                 num_following += 1
-                if num_following == MAX_FOLLOWING:
+                if num_following == MAX_NEW_FOLLOWERS:
                     break
             elif self._open(sequence, num_reserved, step_id):
                 # One more block than it needs, so that it can grow.
@@ -158,16 +165,31 @@ class _Leaders:
         self._by_beginning: dict[tuple[str, bytes], list[Sequence]] = {}
         self._sources = prompts, prefilling
         self._is_filled = False
+        self.num_followers = 0
+        """Those that `still_leads` has found to follow somebody."""
+        self._num_done: dict[Sequence, int] = {}
+        """Leading blocks that a leader was found to have confirmed; more than any if it leads no more."""
+
+    def still_leads(self, sequence: Sequence) -> bool:
+        """Whether the leader of a waiting sequence, if it has one, is one still; forgets it if not. Never
+        when it was so for `MAX_FOLLOWERS`."""
+        leader = sequence.leader
+        if leader is None or self.num_followers == MAX_FOLLOWERS:
+            return False
+        num_done = self._num_done.get(leader)
+        if num_done is None:
+            is_over = not self._gets_on(leader)
+            num_done = sys.maxsize if is_over else leader.num_confirmed // self._memory.block_size
+            self._num_done[leader] = num_done
+        if num_done < sequence.num_common:
+            self.num_followers += 1
+            return True
+        sequence.leader = None
+        sequence.estimated_at = -1
+        return False
 
     def leads(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence has a leader that it should wait for."""
-        block_size = self._memory.block_size
-        leader = sequence.leader
-        if leader is not None:
-            if self._gets_on(leader) and leader.num_confirmed // block_size < sequence.num_common:
-                return True
-            sequence.leader = None
-            sequence.estimated_at = -1
+        """Whether a waiting sequence finds a leader that it should wait for."""
         max_blocks = self._memory.reusable_blocks(sequence)
         if not max_blocks:
             return False
@@ -179,6 +201,8 @@ class _Leaders:
         num_found = self._memory.lookup(sequence)
         if num_found < max_blocks:
             for leader in others:
+                if leader.request.priority > sequence.request.priority:
+                    continue
                 if leader.keys[num_found : num_found + 1] == keys[num_found : num_found + 1]:
                     num_common = _num_common(leader.keys, keys, max_blocks)
                     if num_common > num_found and self._gets_on(leader):

@@ -21,10 +21,10 @@ nothing, and a look as much as it is asked for: a priority learns of charges whe
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heappushpop, heapreplace, merge, nlargest
-from itertools import islice
+from itertools import filterfalse, islice
 from operator import attrgetter, itemgetter
 
 from headrace_router.scheduling.request import Sequence
@@ -41,6 +41,9 @@ on."""
 
 MAX_CHARGES = 256
 """Charges that a priority catches up with one by one; after more it sorts its tenants anew."""
+
+Skips = Callable[[Sequence], bool]
+"""Whether somebody who waits is to be left out for now."""
 
 _by_age = attrgetter("id")
 _by_turn = attrgetter("turn")
@@ -104,20 +107,25 @@ class _Class:
         self.num_charges = num_charges
         """Of all charges, those that `turns` knows."""
 
-    def in_turn(self) -> Iterator[Sequence]:
-        """All, as they would come if each was admitted at once and served its tokens."""
-        yield from self.preempted
+    def in_turn(self, skips: Skips | None) -> Iterator[Sequence]:
+        """All that are not skipped, as they would come if each was admitted at once and served its tokens."""
+        yield from _others(self.preempted, skips)
         # Lines that had a turn here, with what is left of them.
         again: list[tuple[tuple[int, int], Iterator[Sequence]]] = []
         left_out = next(iter(self.lines.values()), None)
         if left_out and self.num_turns - left_out.num_turns_before >= MAX_PASSED * len(self.lines):
-            sequences = iter(left_out.sequences.values())
-            sequence = next(sequences)
-            yield sequence
-            again.append(((left_out.turn[0] + sequence.num_tokens, left_out.turn[1]), sequences))
+            sequences = _others(left_out.sequences.values(), skips)
+            for sequence in sequences:
+                yield sequence
+                again.append(((left_out.turn[0] + sequence.num_tokens, left_out.turn[1]), sequences))
+                break
         else:
             left_out = None
-        lines = ((line.turn, iter(line.sequences.values())) for line in self.turns if line is not left_out)
+        lines = (
+            (line.turn, _others(line.sequences.values(), skips))
+            for line in self.turns
+            if line is not left_out
+        )
         first = next(lines, None)
         while first or again:
             if first and (not again or first[0] < again[0][0]):
@@ -168,14 +176,17 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In the order in which they should be admitted now, as far as it is asked for. The queue must not
         change meanwhile."""
+        return self.in_order(None)
+
+    def in_order(self, skips: Skips | None) -> Iterator[Sequence]:
+        """The same without those for which `skips` is true: their tenants do not lose a turn for them."""
         groups = (group.passed() for group in self._groups.values() if group.first_patient)
-        for _, sequence in merge(*groups, key=_by_ticket):
-            yield sequence
+        yield from _others((sequence for _, sequence in merge(*groups, key=_by_ticket)), skips)
         for priority in self._priorities:
             waiting = self._classes[priority]
             self._catch_up(waiting)
             tickets, first_patient = waiting.group.tickets, waiting.group.first_patient
-            for sequence in waiting.in_turn():
+            for sequence in waiting.in_turn(skips):
                 if tickets[sequence.id][0] >= first_patient:
                     yield sequence
 
@@ -328,6 +339,10 @@ class WaitingQueue:
             del self._num_lines[tenant]
             self._last_to_leave = tenant
             self._forget_some()
+
+
+def _others(sequences: Iterable[Sequence], skips: Skips | None) -> Iterator[Sequence]:
+    return filterfalse(skips, sequences) if skips else iter(sequences)
 
 
 def _group_of(priority: int) -> int:

@@ -263,6 +263,30 @@ def test_counts_of_absent_tenants_are_not_kept_without_end() -> None:
     assert [sequence.request.tenant for sequence in arrivals.queue] == ["here", "new", "greedy"]
 
 
+def test_a_tenant_loses_no_turn_for_those_who_are_skipped() -> None:
+    arrivals = Arrivals()
+    for tenant in "abaabb":
+        arrivals.push(tenant, num_tokens=10)
+    skipped = {0, 2, 4}
+    order = [sequence.id for sequence in arrivals.queue.in_order(lambda other: other.id in skipped)]
+    assert order == [3, 1, 5]
+    assert arrivals.order == [0, 1, 2, 4, 3, 5]
+
+
+@pytest.mark.parametrize("is_skipped", [False, True])
+def test_the_patient_and_the_preempted_are_skipped_too(is_skipped: bool) -> None:
+    arrivals = Arrivals()
+    preempted, patient = arrivals.push(), arrivals.push(priority=5)
+    arrivals.admit()
+    for _ in range(MAX_PASSED):
+        arrivals.push()
+        arrivals.admit()
+    arrivals.queue.push_front(preempted)
+    last = arrivals.push()
+    order = list(arrivals.queue.in_order(lambda other: is_skipped and other is not last))
+    assert order == ([last] if is_skipped else [patient, preempted, last])
+
+
 # ---- anything, in any order
 
 moves = st.lists(

@@ -1,7 +1,9 @@
 """What sequences share: prefixes in the cache, prefixes that are being computed, prompts of one asker."""
 
+from unittest.mock import patch
+
 import pytest
-from headrace_router.scheduling.admission import MAX_PAUSE
+from headrace_router.scheduling.admission import MAX_NEW_FOLLOWERS, MAX_PAUSE
 from headrace_router.scheduling.policy import Policy
 from headrace_router.scheduling.request import FinishReason, Sequence, Status
 from headrace_router.scheduling.scheduler import Scheduler
@@ -172,6 +174,50 @@ def test_followers_are_passed_by_those_who_have_nothing_to_wait_for() -> None:
     assert simulation.sequences[1].status is Status.WAITING
     simulation.run()
     assert simulation.sequences[1].num_overtaken == 0
+    simulation.check_over()
+
+
+@pytest.mark.parametrize("num_followers", [10, MAX_NEW_FOLLOWERS, 3 * MAX_NEW_FOLLOWERS])
+def test_however_many_follow_others_need_not_wait_for_their_leader(num_followers: int) -> None:
+    simulation = _simulation(num_blocks=400, max_step_tokens=16, max_step_sequences=8)
+    document = tuple(position // 20 for position in range(400))
+    for number in range(num_followers + 1):
+        simulation.add(request_of(0, 1, prompt_ids=(*document, number % 50, number // 50)))
+    other = simulation.add(request_of(4, 1, variant=35))
+    for _ in range(1 + num_followers // MAX_NEW_FOLLOWERS):
+        simulation.schedule()
+        simulation.answer()
+    assert other.status is Status.FINISHED
+    assert simulation.scheduler.num_waiting == num_followers
+    assert simulation.sequences[0].num_confirmed < 100
+    simulation.run()
+    assert sum(_num_computed(simulation, sequence) for sequence in simulation.sequences) < 2 * 400
+    simulation.check_over()
+
+
+def test_those_who_follow_are_looked_at_up_to_a_bound() -> None:
+    with patch("headrace_router.scheduling.admission.MAX_FOLLOWERS", 3):
+        simulation = _simulation(max_step_tokens=8)
+        for tail in range(4):
+            simulation.add(request_of(0, 1, prompt_ids=(*prompt_of(32), 40 + tail)))
+        simulation.schedule()
+        other = simulation.add(request_of(4, 1, variant=35))
+        simulation.schedule()
+        assert other.status is Status.WAITING
+        simulation.run()
+        simulation.check_over()
+
+
+@pytest.mark.parametrize("priority", [-1, 0, 1])
+def test_nobody_follows_one_of_worse_priority(priority: int) -> None:
+    simulation = _simulation(max_step_tokens=8)
+    leader = simulation.add(request_of(0, 2, prompt_ids=(*prompt_of(32), 40)))
+    simulation.schedule()
+    other = simulation.add(request_of(0, 2, prompt_ids=(*prompt_of(32), 41), priority=priority))
+    simulation.schedule()
+    assert leader.status is Status.RUNNING
+    assert (other.status is Status.RUNNING) == (priority < 0)
+    simulation.run()
     simulation.check_over()
 
 
