@@ -98,6 +98,8 @@ class Placement:
                 num_new_blocks[len(sequences)] = self._memory.grow(sequence, num_computed + 1)
                 step.new_blocks.append(sequence.blocks[-1])
                 self._make_ready(sequence)
+                # At every block: nobody's turn comes again before long answers are paid for.
+                self._running.charge(sequence)
                 sequence.num_computed = num_computed + 1
                 sequences.append(sequence)
         step.num_tokens = [1] * len(sequences)

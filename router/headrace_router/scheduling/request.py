@@ -100,6 +100,8 @@ class Sequence:
     num_preemptions: int = 0
     num_overtaken: int = 0
     """Sequences behind it that were admitted while it waited for blocks."""
+    num_charged: int = 0
+    """Generated tokens that its tenant was charged."""
     num_replays: int = 0
     """Shards that were lost while they computed this one's prompt."""
     finish_reason: FinishReason | None = None

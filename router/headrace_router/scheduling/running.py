@@ -69,6 +69,12 @@ class Running:
         sequence.num_late = 0
         self.late.pop(sequence.id, None)
 
+    def charge(self, sequence: Sequence) -> None:
+        """Its tenant has had what it generated since it was charged last."""
+        if num_new := len(sequence.output_ids) - sequence.num_charged:
+            sequence.num_charged += num_new
+            self._queue.served(sequence.request.tenant, num_new)
+
     def finish(self, sequence: Sequence, reason: FinishReason, *, is_dropped: bool = False) -> None:
         """WAITING or RUNNING → FINISHED. `is_dropped`: the shard has forgotten it by itself."""
         if sequence.status is Status.WAITING:
@@ -85,7 +91,7 @@ class Running:
         sequence.is_known = False
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
-        self._queue.served(sequence.request.tenant, len(sequence.output_ids))
+        self.charge(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         del self.sequences[bisect_left(self.sequences, _rank(sequence), key=_rank)]

@@ -41,6 +41,18 @@ def test_tenants_pay_for_prompts_and_for_answers(num_prompt: int, max_new_tokens
     assert order == "abbbbab"
 
 
+def test_tenants_pay_for_answers_while_they_grow() -> None:
+    simulation = Simulation(Scheduler(limits_of(num_blocks=300, max_step_sequences=3)))
+    for tenant, max_new_tokens in (("a", 200), ("a", 200), ("b", 60)):
+        simulation.add(request_of(1, max_new_tokens, tenant=tenant))
+    first, second = (simulation.add(request_of(1, 1, tenant=tenant)) for tenant in "ab")
+    while second.admitted_at is None:
+        assert first.admitted_at is None, "both answers of the one tenant go on, and have had more together"
+        simulation.step()
+    simulation.run()
+    simulation.check_over()
+
+
 def test_waiting_ones_are_admitted_once_they_are_enough() -> None:
     policy = Policy(waiting_served_ratio=0.5, max_waiting_tokens=1000)
     simulation = Simulation(Scheduler(limits_of(), policy))
