@@ -43,6 +43,8 @@ class Placement:
         self._running = running
         self._flights = flights
         self._costs = costs
+        self._num_preempted = 0
+        """Those of whom no step has told: one that comes out empty is never made."""
 
     def fill(self, step: Step, suspects: list[Sequence], now: float) -> int:
         """Fills an empty step with suspects or, if there are none, with everybody; leaves it empty when
@@ -51,23 +53,27 @@ class Placement:
         num_decodes = self._place(step, suspects, spared, now)
         while not step.sequences and self._running and not self._flights:
             # Only prefills could go on, and no block is left for any: one who holds some makes room.
-            self._preempt(self._victim(spared) or self._running.sequences[-1], step)
+            self._preempt(self._victim(spared) or self._running.sequences[-1])
             num_decodes = self._place(step, suspects, spared, now)
         step.is_overdue = bool(step.admitted) and not suspects and self._admission.is_overdue
         step.total_tokens = sum(step.num_tokens)
+        if step.sequences:
+            step.num_preempted, self._num_preempted = self._num_preempted, 0
         self._memory.filled(step.total_tokens)
         return num_decodes
 
     def _place(self, step: Step, suspects: list[Sequence], spared: Collection[int], now: float) -> int:
         running = self._running.sequences
         if suspects:
-            prompts = self._place_decodes(step, (other for other in running if other.id in spared), spared)
+            # Of a copy, for whoever makes room for them may stand anywhere between them.
+            present = (s for s in [*running] if s.id in spared and s.status is Status.RUNNING)
+            prompts = self._place_decodes(step, present, spared)
         else:
             prompts = self._place_decodes(step, running, spared)
         num_decodes = len(step.sequences)
         budget = self._limits.max_step_tokens - num_decodes
         if suspects:
-            candidates = self._open_suspects(step, suspects, spared, prompts)
+            candidates = self._open_suspects(suspects, spared, prompts)
         else:
             budget = self._costs.max_prompt_tokens(num_decodes, budget)
             prefilling = self._flights.prefilling()
@@ -85,8 +91,8 @@ class Placement:
         """A token for everybody of `running` who decodes; gives the others, whose prefill is not done."""
         sequences, prompts = step.sequences, list[Sequence]()
         num_new_blocks: dict[int, int] = {}
-        # Preemption takes from the end of those who run, never somebody before the one it makes room for: so
-        # none who is in the step or among `prompts`.
+        # Preemption takes from the end of those who run, or of those who are not spared: never one who is in
+        # the step or among `prompts`.
         for sequence in running:
             num_computed = sequence.num_computed
             if num_computed < sequence.num_ready:
@@ -94,7 +100,7 @@ class Placement:
                 sequences.append(sequence)
             elif num_computed < sequence.num_prefill:
                 prompts.append(sequence)
-            elif num_computed < sequence.num_final and self._make_room(sequence, step, spared):
+            elif num_computed < sequence.num_final and self._make_room(sequence, spared):
                 num_new_blocks[len(sequences)] = self._memory.grow(sequence, num_computed + 1)
                 step.new_blocks.append(sequence.blocks[-1])
                 self._make_ready(sequence)
@@ -109,11 +115,11 @@ class Placement:
         step.samplers = sequences.copy()
         return prompts
 
-    def _make_room(self, sequence: Sequence, step: Step, spared: Collection[int]) -> bool:
+    def _make_room(self, sequence: Sequence, spared: Collection[int]) -> bool:
         """Makes a block available; False when `sequence` itself was the one to be preempted."""
         while not self._blocks.num_available:
             victim = self._victim(spared) or self._running.sequences[-1]
-            self._preempt(victim, step)
+            self._preempt(victim)
             if victim is sequence:
                 return False
         return True
@@ -152,7 +158,7 @@ class Placement:
             self._make_ready(sequence)
 
     def _open_suspects(
-        self, step: Step, suspects: list[Sequence], spared: Collection[int], prompts: list[Sequence]
+        self, suspects: list[Sequence], spared: Collection[int], prompts: list[Sequence]
     ) -> list[Sequence]:
         """Suspects that wait and can join, at whatever cost to those who are none."""
         num_reserved = sum(self._memory.num_lacking(prompt) for prompt in prompts)
@@ -165,7 +171,7 @@ class Placement:
                 if (victim := self._victim(spared)) is None:
                     self._memory.close(sequence)
                     break
-                self._preempt(victim, step)
+                self._preempt(victim)
             else:
                 num_reserved += self._memory.num_lacking(sequence)
                 opened.append(sequence)
@@ -175,7 +181,7 @@ class Placement:
         """Who is preempted next: the last by rank without those whose ids are in `spared`."""
         return next((other for other in reversed(self._running.sequences) if other.id not in spared), None)
 
-    def _preempt(self, sequence: Sequence, step: Step) -> None:
+    def _preempt(self, sequence: Sequence) -> None:
         sequence.num_preemptions += 1
-        step.num_preempted += 1
+        self._num_preempted += 1
         self._running.requeue(sequence, self._flights.count(sequence))

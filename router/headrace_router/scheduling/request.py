@@ -96,7 +96,10 @@ class Sequence:
     admitted_at: float | None = None
     """When it was first admitted."""
     num_cached: int = 0
-    """Prompt tokens that need not be computed, because the cache had them when it was first admitted."""
+    """Prompt tokens that need not be computed, because the cache had them when it was first admitted, or
+    admitted again after a shard was lost with all that it had cached."""
+    is_begun: bool = False
+    """Whether `num_cached` is known."""
     num_preemptions: int = 0
     num_overtaken: int = 0
     """Sequences behind it that were admitted while it waited for blocks."""

@@ -32,9 +32,11 @@ class Running:
 
     def admit(self, sequence: Sequence, now: float) -> None:
         """WAITING → RUNNING, with what was opened of it."""
+        if not sequence.is_begun:
+            sequence.is_begun = True
+            sequence.num_cached = sequence.num_computed
         if sequence.admitted_at is None:
             sequence.admitted_at = now
-            sequence.num_cached = sequence.num_computed
             # What is computed again after a preemption is not the tenant's doing.
             self._queue.admit(sequence, sequence.num_pending)
         else:

@@ -266,6 +266,9 @@ class Scheduler:
                 self._running.requeue(sequence)
         for sequence in [*self._running.late.values()]:
             self._running.forsake(sequence)
+        for sequence in self._queue:
+            if not sequence.output_ids:
+                sequence.is_begun, sequence.num_cached = False, 0
         self._running.dropped_ids.clear()
         self.blocks.clear()
         return failed

@@ -89,6 +89,8 @@ class Simulation:
     num_failed_steps: int = 0
     lost: set[int] = field(default_factory=set)
     """Sequences that failed with a shard."""
+    num_preempted_elsewhere: int = 0
+    """By another scheduler that had some of the sequences before."""
 
     def __post_init__(self) -> None:
         self.device = Device(self.scheduler.limits)
@@ -213,6 +215,9 @@ class Simulation:
         self.device.drop(scheduler.take_dropped())
         assert not self.device.known
         assert not scheduler._running.late
+        num_told = sum(step.num_preempted for step in self.steps) + scheduler._placement._num_preempted
+        num_preempted = sum(sequence.num_preemptions for sequence in self.sequences)
+        assert num_told == num_preempted - self.num_preempted_elsewhere
         doomed = {*self.device.poisons, *self.device.faults, *self.device.refused_ids, *self.lost}
         for sequence in self.sequences:
             expected = expected_output(sequence.request)

@@ -106,7 +106,7 @@ def test_a_preempted_sequence_may_end_by_the_token_that_is_on_its_way() -> None:
     # Its last token is on its way.
     simulation.schedule()
     assert young.num_computed == young.num_final
-    simulation.scheduler._placement._preempt(young, simulation.steps[-1])
+    simulation.scheduler._placement._preempt(young)
     while young.status is not Status.FINISHED:
         simulation.answer()
     assert young.finish_reason is FinishReason.LENGTH
@@ -138,11 +138,13 @@ def test_a_preempted_sequence_waits_for_what_is_on_its_way_even_if_there_is_room
     simulation = _simulation()
     sequence = simulation.add(request_of(8, 20))
     simulation.step()
-    simulation.scheduler._placement._preempt(sequence, simulation.steps[-1])
+    simulation.scheduler._placement._preempt(sequence)
     assert sequence.num_late == 1
     assert simulation.schedule() is None
     simulation.answer()
-    assert simulation.schedule() is not None
+    step = simulation.schedule()
+    # The step that it made room for was never made; the next one tells.
+    assert step is not None and step.num_preempted == 1
     simulation.run()
     simulation.check_over()
 
@@ -165,6 +167,20 @@ def test_a_lost_shard_takes_all_steps_with_it() -> None:
     assert simulation.lose_shard() == []
     assert (simulation.scheduler.num_in_flight, sequence.status) == (0, Status.WAITING)
     simulation.run()
+    simulation.check_over()
+
+
+def test_what_was_cached_is_what_the_shard_had_that_answers() -> None:
+    simulation = _simulation(max_step_tokens=8)
+    simulation.add(request_of(20, 1))
+    simulation.run()
+    long, other = simulation.add(request_of(40, 2)), simulation.add(request_of(40, 2))
+    simulation.step()
+    assert (long.num_cached, long.output_ids, other.num_cached) == (20, [], 0)
+    simulation.lose_shard()
+    assert long.num_cached == 0
+    simulation.run()
+    assert (long.num_cached, other.num_cached) == (0, 36)
     simulation.check_over()
 
 

@@ -175,6 +175,7 @@ def test_a_sequence_moves_to_a_scheduler_with_blocks_of_another_size() -> None:
     second = Simulation(Scheduler(limits_of(num_blocks=8, block_size=8)))
     for sequence in first.scheduler.waiting:
         second.sequences.append(sequence)
+        second.num_preempted_elsewhere += sequence.num_preemptions
         second.scheduler.add(sequence)
     second.run()
     second.check_over()

@@ -6,6 +6,7 @@ import pytest
 from headrace_router.scheduling.policy import Policy
 from headrace_router.scheduling.request import FinishReason, Sequence, Status
 from headrace_router.scheduling.scheduler import Scheduler
+from headrace_router.scheduling.step import Step
 from headrace_router.scheduling.suspects import Suspects
 
 from tests.router.scheduling.simulation import Simulation, counts, limits_of, request_of
@@ -196,6 +197,19 @@ def test_when_nobody_has_a_block_to_go_on_with_somebody_makes_room() -> None:
     step = simulation.scheduler.schedule(0.0)
     assert step is not None
     assert (counts(step), step.num_preempted, young.status) == ({old.id: 4}, 1, Status.WAITING)
+
+
+def test_who_makes_room_for_suspects_may_stand_before_them() -> None:
+    simulation = _simulation(num_requests=0, num_blocks=12)
+    other = simulation.add(request_of(8, 4, priority=-1))
+    suspects = [simulation.add(request_of(4, 4, variant=variant)) for variant in (10, 20)]
+    simulation.schedule()
+    blocks = simulation.scheduler.blocks
+    blocks.grow(blocks.open("", [], 0), blocks.num_available)
+    step = Step(id=9)
+    simulation.scheduler._placement.fill(step, suspects, 0.0)
+    assert other.status is Status.WAITING
+    assert step.sequences == suspects
 
 
 # ---- Suspects alone
