@@ -1,7 +1,8 @@
 """What the scheduler itself costs: `python -m bench.scheduler`. Nothing is computed and nothing is sent.
 
 A step is one `schedule` and one `update`, with two steps in flight as in a server. It has to be small beside
-a step of the device, and must not grow with the queue.
+a step of the device, and must not grow with the queue. What is measured is the processor time of the thread, so
+that others on the machine do not count, but for what they leave in its caches.
 """
 
 import argparse
@@ -28,7 +29,7 @@ STEP_SECONDS = 0.010
 MAX_PRIORITY = 1000
 
 TAIL = 4
-"""A machine that does other things beside, and Python's garbage collector, lengthen single steps."""
+"""Python's garbage collector, and many that end at once, lengthen single steps."""
 
 
 @dataclass(frozen=True, kw_only=True)

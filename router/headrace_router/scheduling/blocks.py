@@ -38,7 +38,8 @@ class KVBlocks:
         # A stack: what was given back last is taken first, while the processor's caches may know it.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cache = PrefixCache()
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
+        """Whether anything is ever cached."""
 
     @property
     def num_free(self) -> int:
@@ -111,7 +112,7 @@ class KVBlocks:
             raise ValueError(
                 f"{num_blocks} blocks to be committed, {len(holding.blocks)} are held, {len(keys)} have keys"
             )
-        if self._prefix_caching:
+        if self.prefix_caching:
             self._free += self._cache.extend(holding, keys, num_blocks)
 
     def close(self, holding: Holding) -> None:

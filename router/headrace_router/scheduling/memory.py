@@ -1,8 +1,8 @@
 """Which blocks each sequence holds: found in the cache, taken, confirmed, given back. Knows no step.
 
 A sequence's blocks enter the cache when steps that computed them were answered, never before: those of its
-prefill with each answer, those of what it generated when it ends or is preempted. The last token it has
-generated is in no block yet: its KV is computed by the step that follows.
+prefill with each answer, those of what it generated when it ends or is preempted; they leave it when it
+fails. The last token it has generated is in no block yet: its KV is computed by the step that follows.
 """
 
 from headrace_router.scheduling.blocks import KVBlocks, block_keys
@@ -12,10 +12,9 @@ from headrace_router.scheduling.request import Request, Sequence, Status
 class Memory:
     """Moves blocks between `KVBlocks` and sequences."""
 
-    def __init__(self, blocks: KVBlocks, *, shares: bool = True) -> None:
-        """`shares`: whether sequences find what others have computed."""
+    def __init__(self, blocks: KVBlocks) -> None:
         self.blocks = blocks
-        self._shares = shares
+        self._shares = blocks.prefix_caching
         self.block_size = blocks.block_size
         self._num_slots = 0
         self._num_filled = 0

@@ -4,11 +4,17 @@ The life of a sequence; the scheduler alone moves it:
 
     WAITING ──admitted──► RUNNING ──last token──► FINISHED
        ▲                     │
-       └─────preempted───────┘        cancelled, stopped or failed, from either: FINISHED
+       └─preempted, suspected┘        cancelled, stopped or failed, from either: FINISHED
+         or replayed
 
-WAITING   in the queue; holds no blocks; the shard does not know it
+WAITING   in the queue; holds no blocks, but for the moment in which it is looked at whether it can join a
+          step; the shard does not know it, or is told to forget it with the next step
 RUNNING   holds blocks; the shard knows it; it may still be computing its prompt
 FINISHED  holds nothing; `finish_reason` says why
+
+It is suspected when a step failed that it was in, and replayed when a shard was lost before it had a token.
+One that was preempted while steps in flight computed it is *late*: it waits until they are answered, takes
+their tokens (perhaps its last), and cannot be admitted before.
 """
 
 import enum

@@ -60,7 +60,7 @@ class Scheduler:
         """`step_costs` are pairs (tokens, seconds) that a warm-up measured."""
         self.limits = limits
         self.blocks = KVBlocks(limits.num_blocks, limits.block_size, prefix_caching=policy.prefix_caching)
-        self._memory = Memory(self.blocks, shares=policy.prefix_caching)
+        self._memory = Memory(self.blocks)
         self._admission = Admission(limits, policy, self._memory)
         self._queue = self._admission.queue
         self._running = Running(self._memory, self._queue)
