@@ -1,8 +1,8 @@
 """What the scheduler itself costs: `python -m bench.scheduler`. Nothing is computed and nothing is sent.
 
 A step is one `schedule` and one `update`, with two steps in flight as in a server. It has to be small beside
-a step of the device, and must not grow with the queue. What is measured is the processor time of the thread, so
-that others on the machine do not count, but for what they leave in its caches.
+a step of the device, and must not grow with the queue. What is measured is the processor time of the thread:
+others on the machine do not count, but for what they leave in its caches.
 """
 
 import argparse
