@@ -30,6 +30,9 @@ MAX_PASSED_OVER = 8
 MAX_NEW_FOLLOWERS = 64
 """Waiting sequences that may be found in a step to have a leader, which is work; the next step goes on."""
 
+MAX_NEW_KEYS = 16_384
+"""Blocks that those who are found to have a leader may have together, likewise: each is compared."""
+
 MAX_FOLLOWERS = 1024
 """Waiting sequences known to have a leader behind which we still look for one that has none."""
 
@@ -83,7 +86,7 @@ class Admission:
         leaders = _Leaders(self._memory, step_id, prompts, prefilling)
         self._passed_over, self._num_passed_over = [], {}
         chosen: list[Sequence] = []
-        num_following = 0
+        num_following = num_keys = 0
         for sequence in self.queue.in_order(leaders.still_leads):
             if leaders.num_followers == MAX_FOLLOWERS:
                 break
@@ -92,7 +95,8 @@ class Admission:
                 break
             if leaders.leads(sequence):
                 num_following += 1
-                if num_following == MAX_NEW_FOLLOWERS:
+                num_keys += len(sequence.keys)
+                if num_following == MAX_NEW_FOLLOWERS or num_keys >= MAX_NEW_KEYS:
                     break
             elif self._open(sequence, num_reserved, step_id):
                 # One more block than it needs, so that it can grow.

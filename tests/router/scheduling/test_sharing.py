@@ -195,6 +195,22 @@ def test_however_many_follow_others_need_not_wait_for_their_leader(num_followers
     simulation.check_over()
 
 
+def test_long_prompts_are_found_to_follow_over_several_steps() -> None:
+    with patch("headrace_router.scheduling.admission.MAX_NEW_KEYS", 16):
+        simulation = _simulation(max_step_tokens=8)
+        for tail in range(5):
+            simulation.add(request_of(0, 1, prompt_ids=(*prompt_of(32), 40 + tail)))
+        other = simulation.add(request_of(4, 1, variant=35))
+        num_found = []
+        while other.status is Status.WAITING:
+            simulation.schedule()
+            num_found.append(sum(sequence.leader is not None for sequence in simulation.sequences))
+            simulation.answer()
+        assert num_found == [2, 4, 4]
+        simulation.run()
+        simulation.check_over()
+
+
 def test_those_who_follow_are_looked_at_up_to_a_bound() -> None:
     with patch("headrace_router.scheduling.admission.MAX_FOLLOWERS", 3):
         simulation = _simulation(max_step_tokens=8)
