@@ -44,7 +44,9 @@ def load(folder: Path, settings: ShardSettings) -> LoadedModel:
     dtype, dtype_note = _dtype(settings.dtype, config)
     backend, attention_note = pick(settings, device)
     num_threads = settings.num_threads or num_usable_cores()
-    torch.set_num_threads(num_threads)
+    # GNU's OpenMP keeps the threads of everybody who has once called on some, and lets nobody wait for others
+    # without going to sleep when they are more than there are cores: the thread that computes must be alone.
+    torch.set_num_threads(1)
     _check_room(folder, config, dtype, device)
     kernels = DenseKernels(build.for_machine(settings.cxx)) if backend.name == "cpu" else None
     model = load_model(folder, config, dtype, device, backend, kernels)
