@@ -43,7 +43,7 @@ MAX_CHARGES = 256
 """Charges that a priority catches up with one by one; after more it sorts its tenants anew."""
 
 Skips = Callable[[Sequence], bool]
-"""Whether somebody who waits is to be left out for now."""
+"""Whether a waiting sequence is passed over in this step."""
 
 _by_age = attrgetter("id")
 _by_turn = attrgetter("turn")
