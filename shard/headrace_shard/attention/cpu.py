@@ -1,14 +1,11 @@
-"""Paged attention by our own kernels for the CPU. Knows the cache layout; the work is in `kernels/`.
-
-The layout is that of `sdpa`, which takes over where the kernels cannot be built.
-"""
+"""Paged attention by our own kernels for the CPU. Layout and work are those of `kernels/`."""
 
 from torch import Tensor
 
 from headrace_shard.config import ShardSettings
 from headrace_shard.inputs import ForwardInputs
 from headrace_shard.kernels import build
-from headrace_shard.kernels.paged import PagedKernels
+from headrace_shard.kernels.paged import PagedKernels, cache_shape
 
 
 def create(settings: ShardSettings) -> "CpuBackend":
@@ -17,7 +14,7 @@ def create(settings: ShardSettings) -> "CpuBackend":
 
 
 class CpuBackend:
-    """Cache layout [num_blocks, num_kv_heads, block_size, head_dim], for keys and for values."""
+    """A cache whose blocks lie in the order in which the kernels multiply."""
 
     name = "cpu"
     block_size = build.BLOCK_SIZE
@@ -28,7 +25,7 @@ class CpuBackend:
 
     def cache_shape(self, num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one layer's keys, and of its values."""
-        return (num_blocks, num_kv_heads, self.block_size, head_dim)
+        return cache_shape(num_blocks, num_kv_heads, head_dim)
 
     def write(
         self, keys: Tensor, values: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from headrace_shard.inputs import ForwardInputs
-from headrace_shard.kernels import build
 from headrace_shard.kernels.dense import DenseKernels, PackedWeight
+from headrace_shard.kernels.paged import cache_shape
 from headrace_shard.kernels.rows import FORMATS
 
 _pointer, _int64, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
@@ -61,7 +61,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTensors:
-    """A decoder block: weights, and keys and values [num_blocks, KV, block_size, D] of its cache."""
+    """A decoder block: weights, and keys and values of its cache."""
 
     attention_norm: Tensor
     qkv: PackedWeight
@@ -81,11 +81,17 @@ class DecoderBlocks:
     """
 
     def __init__(
-        self, kernels: DenseKernels, blocks: Sequence[BlockTensors], *, epsilon: float, scale: float
+        self,
+        kernels: DenseKernels,
+        blocks: Sequence[BlockTensors],
+        *,
+        head_dim: int,
+        epsilon: float,
+        scale: float,
     ) -> None:
         first = blocks[0]
         self._hidden_size, self._dtype = len(first.attention_norm), first.attention_norm.dtype
-        self._head_dim = first.key_cache.shape[3]
+        self._head_dim = head_dim
         num_heads = first.output.depth // self._head_dim
         for block in blocks:
             self._check(block, first, num_heads)
@@ -106,8 +112,10 @@ class DecoderBlocks:
 
     def _check(self, block: BlockTensors, first: BlockTensors, num_heads: int) -> None:
         """A wrong size would be read out of bounds; every caller is our own code, hence assertions."""
-        _, num_kv_heads, block_size, head_dim = first.key_cache.shape
-        assert block_size == build.BLOCK_SIZE and head_dim % 2 == 0 and num_heads % num_kv_heads == 0
+        num_blocks, num_kv_heads = first.key_cache.shape[:2]
+        head_dim = self._head_dim
+        assert head_dim % 2 == 0 and num_heads % num_kv_heads == 0
+        assert first.key_cache.shape == cache_shape(num_blocks, num_kv_heads, head_dim)
         sizes = {
             "qkv": (self._hidden_size, (num_heads + 2 * num_kv_heads) * head_dim),
             "output": (num_heads * head_dim, self._hidden_size),

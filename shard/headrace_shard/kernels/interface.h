@@ -12,12 +12,12 @@ HEADRACE_EXPORT const char* headrace_instructions();
 HEADRACE_EXPORT int headrace_panel_columns();
 HEADRACE_EXPORT int headrace_numbers_per_word(int format);
 
-// Keys and values [num_tokens, num_kv_heads, row] to their slots (block * kBlockSize + offset) in the caches
-// [num_blocks, num_kv_heads, kBlockSize, row]. Strides and row in bytes.
-HEADRACE_EXPORT void headrace_write(const char* keys, int64_t key_token_stride, int64_t key_head_stride,
-                                    const char* values, int64_t value_token_stride, int64_t value_head_stride,
-                                    char* key_cache, char* value_cache, const int64_t* slots,
-                                    int64_t num_tokens, int64_t num_kv_heads, int64_t row_bytes,
+// Keys and values [num_tokens, num_kv_heads, head_dim] to their slots (block * kBlockSize + offset) in the
+// caches, which lie as in cache.h.
+HEADRACE_EXPORT void headrace_write(int format, const void* keys, int64_t key_token_stride,
+                                    int64_t key_head_stride, const void* values, int64_t value_token_stride,
+                                    int64_t value_head_stride, void* key_cache, void* value_cache,
+                                    const int64_t* slots, int64_t num_tokens, int num_kv_heads, int head_dim,
                                     int num_threads);
 
 // queries and output: [num_tokens, num_heads, head_dim].

@@ -12,10 +12,10 @@ from headrace_shard.kernels.rows import FORMATS, with_whole_rows
 _pointer, _int64, _int = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 # fmt: off
 _WRITE: list[Any] = [
-    _pointer, _int64, _int64,  # keys and their strides
+    _int, _pointer, _int64, _int64,  # format, keys and their strides
     _pointer, _int64, _int64,  # values and their strides
     _pointer, _pointer, _pointer,  # caches, slots
-    _int64, _int64, _int64, _int,  # tokens, heads, bytes of a row, threads
+    _int64, _int, _int, _int,  # tokens, heads, head_dim, threads
 ]
 _ATTEND: list[Any] = [
     _int, _pointer, _int64, _int64, _pointer,  # format, queries and their strides, outputs
@@ -26,13 +26,20 @@ _ATTEND: list[Any] = [
 # fmt: on
 
 
+def cache_shape(num_blocks: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    """Shape of the keys of a layer, and of its values: a row of a token is filled up to whole vectors."""
+    row = -(-head_dim // build.BLOCK_SIZE) * build.BLOCK_SIZE
+    return (num_blocks, num_kv_heads, build.BLOCK_SIZE, row)
+
+
 class PagedKernels:
     """Keys and values by slot, and attention over them.
 
-    T tokens, H query heads, KV heads of keys and values, D numbers per head. A cache is contiguous,
-    [num_blocks, KV, block_size, D], of float32, bfloat16 or float16, as are keys, values and queries. Sums
-    are float32. A row's result depends on its query and its context alone: on no other row of the call, on no
-    chunking and on no number of threads.
+    T tokens, H query heads, KV heads of keys and values, D numbers per head. A cache has the shape
+    `cache_shape`, is contiguous, and of float32, bfloat16 or float16, as are keys, values and queries. Within
+    a block of a head its numbers lie in an order of the kernels' own (cache.h). Sums are float32. A row's
+    result depends on its query and its context alone: on no other row of the call, on no chunking and on no
+    number of threads.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -50,24 +57,23 @@ class PagedKernels:
         """Copy keys and values [T, KV, D], of any strides between tokens and heads, to `slots` [T] int64."""
         keys, values = with_whole_rows(keys), with_whole_rows(values)
         num_tokens, num_kv_heads, head_dim = keys.shape
-        size = keys.element_size()
         _check_cache(key_cache, value_cache, keys.dtype, num_kv_heads, head_dim)
         assert values.dtype == keys.dtype and values.shape == keys.shape
         assert slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == num_tokens
-        key_strides, value_strides = keys.stride(), values.stride()
         self._write(
+            FORMATS[keys.dtype],
             keys.data_ptr(),
-            key_strides[0] * size,
-            key_strides[1] * size,
+            keys.stride(0),
+            keys.stride(1),
             values.data_ptr(),
-            value_strides[0] * size,
-            value_strides[1] * size,
+            values.stride(0),
+            values.stride(1),
             key_cache.data_ptr(),
             value_cache.data_ptr(),
             slots.data_ptr(),
             num_tokens,
             num_kv_heads,
-            head_dim * size,
+            head_dim,
             torch.get_num_threads(),
         )
 
@@ -122,5 +128,5 @@ def _check_cache(
     """A wrong cache would be read out of bounds; every caller is our own code, hence assertions."""
     assert key_cache.dtype == value_cache.dtype == dtype
     assert key_cache.shape == value_cache.shape
-    assert key_cache.shape[1:] == (num_kv_heads, build.BLOCK_SIZE, head_dim)
+    assert key_cache.shape == cache_shape(len(key_cache), num_kv_heads, head_dim)
     assert key_cache.is_contiguous() and value_cache.is_contiguous()

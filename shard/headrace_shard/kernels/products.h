@@ -1,9 +1,9 @@
 // Matrix products in registers: C[rows, columns] = A[rows, depth] x B[depth, columns], float32 sums.
 //
-// A `word` is what one lane multiplies at once: one float, or (with bfloat16 dot products) two neighbouring
-// bfloat16 along the depth. A is read one word at a time and broadcast, B comes packed in panels of
-// kPanelVectors vectors (see packing.h). Every element of C is summed along the depth in one order, whatever
-// the shape of the product around it: a row's result never depends on its neighbours.
+// A `word` is what one lane multiplies at once: one number, or (with bfloat16 dot products) two neighbouring
+// bfloat16 along the depth. A is read one word at a time and broadcast; B is asked for one vector of columns
+// at a time and may lie in any order. Every element of C is summed along the depth in one order, whatever the
+// shape of the product around it: a row's result never depends on its neighbours.
 #pragma once
 
 #include "formats.h"
@@ -13,12 +13,14 @@ namespace headrace {
 constexpr int kGroupRows = 6;  // rows of A that share a pass over B; with kPanelVectors fills the registers
 constexpr int kPanelColumns = kPanelVectors * kWidth;
 
-// Products of floats; a row of cached keys or values is converted when it is packed.
+// Products of floats: A is widened beforehand, B when it is read.
 template <class Storage>
 struct FloatProducts {
     using Stored = Storage;
-    using Packed = float;
+    using Element = typename Storage::Element;
+    using Packed = float;  // numbers of A
     static constexpr int kPerWord = 1;
+    static Words load_columns(const Element* source) { return (Words)Storage::load(source); }
     static Floats add_product(Floats total, Words a, Words b) { return total + (Floats)a * (Floats)b; }
     static void store_packed(Packed* target, Floats values) { store(target, values); }
     static Floats weight(Floats x) { return exp2(x); }
@@ -29,8 +31,10 @@ struct FloatProducts {
 // bfloat16 as well, which is what Dao et al. do on tensor cores.
 struct PairProducts {
     using Stored = BFloat16;
+    using Element = uint16_t;
     using Packed = uint16_t;
     static constexpr int kPerWord = 2;
+    static Words load_columns(const Element* source) { return load<Words>(source); }
     static Floats add_product(Floats total, Words a, Words b) {
         return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)a, (__m512bh)b);
     }
@@ -52,24 +56,26 @@ using BFloat16Products = PairProducts;
 using BFloat16Products = FloatProducts<BFloat16>;
 #endif
 
-// Strides in words (A, B) and floats (C). `b` points at one panel, of which num_vectors are wanted.
-using Multiply = void (*)(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
+// Columns: columns(k, j) is vector j of B's words number k. Strides in words (A) and floats (C).
+template <class Products, class Columns>
+using Multiply = void (*)(const uint32_t* a, int64_t a_stride, const Columns& columns, float* c,
                           int64_t c_stride, int64_t depth);
 
-template <class Products, int num_rows, int num_vectors>
-void multiply(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_stride, float* c,
-              int64_t c_stride, int64_t depth) {
+template <class Products, class Columns, int num_rows, int num_vectors>
+void multiply(const uint32_t* a, int64_t a_stride, const Columns& columns, float* c, int64_t c_stride,
+              int64_t depth) {
+    const Columns own = columns;  // in registers
     Floats totals[num_rows][num_vectors] = {};
     for (int64_t k = 0; k < depth; ++k) {
-        Words columns[num_vectors];
+        Words vectors[num_vectors];
 #pragma GCC unroll 8
-        for (int j = 0; j < num_vectors; ++j) columns[j] = load<Words>(b + k * b_stride + j * kWidth);
+        for (int j = 0; j < num_vectors; ++j) vectors[j] = own(k, j);
 #pragma GCC unroll 8
         for (int i = 0; i < num_rows; ++i) {
             Words row = Words{} + a[i * a_stride + k];
 #pragma GCC unroll 8
             for (int j = 0; j < num_vectors; ++j)
-                totals[i][j] = Products::add_product(totals[i][j], row, columns[j]);
+                totals[i][j] = Products::add_product(totals[i][j], row, vectors[j]);
         }
     }
 #pragma GCC unroll 8
@@ -78,25 +84,19 @@ void multiply(const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t b_
         for (int j = 0; j < num_vectors; ++j) store(c + i * c_stride + j * kWidth, totals[i][j]);
 }
 
-template <class Products, int... index>
-Multiply pick_multiply(int num_rows, int num_vectors, std::integer_sequence<int, index...>) {
-    static constexpr Multiply table[] = {
-        &multiply<Products, index / kPanelVectors + 1, index % kPanelVectors + 1>...};
+template <class Products, class Columns, int... index>
+Multiply<Products, Columns> pick_multiply(int num_rows, int num_vectors,
+                                          std::integer_sequence<int, index...>) {
+    static constexpr Multiply<Products, Columns> table[] = {
+        &multiply<Products, Columns, index / kPanelVectors + 1, index % kPanelVectors + 1>...};
     return table[(num_rows - 1) * kPanelVectors + num_vectors - 1];
 }
 
-// One group of at most kGroupRows rows against num_columns columns (a multiple of kWidth) of packed B.
-template <class Products>
-void multiply_group(int num_rows, const uint32_t* a, int64_t a_stride, const uint32_t* b, int64_t panel_words,
-                    float* c, int64_t c_stride, int64_t depth, int num_columns) {
-    constexpr auto shapes = std::make_integer_sequence<int, kGroupRows * kPanelVectors>{};
-    for (int column = 0; column < num_columns; column += kPanelColumns) {
-        int left = num_columns - column;
-        int num_vectors = (left < kPanelColumns ? left : kPanelColumns) / kWidth;
-        pick_multiply<Products>(num_rows, num_vectors, shapes)(a, a_stride, b, kPanelColumns, c + column,
-                                                               c_stride, depth);
-        b += panel_words;
-    }
+// The product for at most kGroupRows rows and kPanelVectors vectors.
+template <class Products, class Columns>
+Multiply<Products, Columns> pick_multiply(int num_rows, int num_vectors) {
+    return pick_multiply<Products, Columns>(
+        num_rows, num_vectors, std::make_integer_sequence<int, kGroupRows * kPanelVectors>{});
 }
 
 }  // namespace headrace

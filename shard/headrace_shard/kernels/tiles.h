@@ -11,7 +11,7 @@
 #include <cmath>
 #include <tuple>
 
-#include "packing.h"
+#include "cache.h"
 #include "workspace.h"
 
 namespace headrace {
@@ -32,7 +32,7 @@ struct RowStates {
 };
 
 // Adds to at most kGroupRows rows what they see of one tile. Compiled once, so that all callers round alike.
-__attribute__((noinline)) void merge(RowStates rows, RowStates tile, int num_rows) {
+__attribute__((noinline)) inline void merge(RowStates rows, RowStates tile, int num_rows) {
     constexpr int kLanes = (kGroupRows + kWidth - 1) / kWidth * kWidth;
     float keep[kLanes], take[kLanes];
     for (int lane = 0; lane < num_rows; lane += kWidth) {
@@ -89,38 +89,46 @@ std::pair<float, float> weigh(const float* scores, int num_visible, int num_colu
     return {top, sum(total)};
 }
 
+// A query as words: head_dim numbers, zeros up to padded_dim.
+template <class Products>
+void take_row(const typename Products::Element* source, int head_dim, int padded_dim,
+              typename Products::Packed* target) {
+    using Storage = typename Products::Stored;
+    if constexpr (sizeof(typename Products::Element) == sizeof(typename Products::Packed)) {
+        std::memcpy(target, source, head_dim * sizeof *target);
+        std::memset(target + head_dim, 0, (padded_dim - head_dim) * sizeof *target);
+    } else {
+        for (int dim = 0; dim < padded_dim; dim += kWidth)
+            store(target + dim, load_some<Storage>(source + dim, std::clamp(head_dim - dim, 0, kWidth)));
+    }
+}
+
 // The query rows of one task and what is needed to attend with them, tile by tile.
 template <class Products>
 struct TileAttention {
     using Packed = typename Products::Packed;
-    using Element = typename Products::Stored::Element;
+    using Element = typename Products::Element;
+    static constexpr int kTileBlocks = kTileTokens / kBlockSize;
+    static constexpr int kPanelBlocks = std::max(1, kPanelColumns / kBlockSize);
 
     int head_dim;
-    int padded_dim;      // head_dim rounded up to whole vectors of words
-    float scale;         // times log2(e)
-    Packed* queries;     // [rows, padded_dim]
-    uint32_t* keys;      // panels over tokens, depth padded_dim
-    uint32_t* values;    // panels over dimensions, depth kTileTokens
-    Packed* spare;       // [kBlockSize, padded_dim]
-    float* scores;       // [kGroupRows, kTileTokens]
-    Packed* weights;     // [kGroupRows, kTileTokens]
+    int padded_dim;
+    float scale;      // times log2(e)
+    Packed* queries;  // [rows, padded_dim]
+    Element* last;    // a block of values of which not all tokens count
+    float* scores;    // [kGroupRows, kTileTokens]
+    Packed* weights;  // [kGroupRows, kTileTokens]
     RowStates rows;
     RowStates tile;  // of one group
-
-    static int pad(int head_dim) {
-        constexpr int multiple = Products::kPerWord * kWidth;
-        return (head_dim + multiple - 1) / multiple * multiple;
-    }
+    const Element* keys[kTileBlocks + kPanelBlocks];  // behind the tile's own: what is read after them
+    const Element* values[kTileBlocks];
 
     TileAttention(Workspace& workspace, int num_rows, int head_dim_, float scale_)
-        : head_dim(head_dim_), padded_dim(pad(head_dim_)), scale(scale_ * 1.44269504f) {
+        : head_dim(head_dim_), padded_dim(padded(head_dim_)), scale(scale_ * 1.44269504f) {
         int64_t dim = padded_dim;
-        int64_t panelled_dim = (dim + kPanelColumns - 1) / kPanelColumns * kPanelColumns;
         int64_t packed = sizeof(Packed);
         workspace.divide(std::pair<Packed*&, int64_t>(queries, num_rows * dim * packed),
-                         std::pair<uint32_t*&, int64_t>(keys, kTileTokens * dim * packed),
-                         std::pair<uint32_t*&, int64_t>(values, kTileTokens * panelled_dim * packed),
-                         std::pair<Packed*&, int64_t>(spare, kBlockSize * dim * packed),
+                         std::pair<Element*&, int64_t>(last, kBlockSize * dim * sizeof(Element)),
                          std::pair<float*&, int64_t>(scores, kGroupRows * kTileTokens * 4),
                          std::pair<Packed*&, int64_t>(weights, kGroupRows * kTileTokens * packed),
                          std::pair<float*&, int64_t>(rows.maxima, num_rows * 4),
@@ -132,45 +140,83 @@ struct TileAttention {
         rows.padded_dim = tile.padded_dim = padded_dim;
     }
 
-    int64_t key_panel_words() const { return padded_dim / Products::kPerWord * kPanelColumns; }
-    static int64_t value_panel_words() { return kTileTokens / Products::kPerWord * kPanelColumns; }
-
     void take_query(int row, const Element* query) {
-        Packed* target = queries + (int64_t)row * padded_dim;
-        widen_row<Products>(query, head_dim, padded_dim, target);
+        take_row<Products>(query, head_dim, padded_dim, queries + (int64_t)row * padded_dim);
     }
 
     // blocks: the tile's entries of the block table; num_tokens: how many of the tile's tokens count.
-    // block_stride: elements from one block of this head to the next. `lookahead()` runs before each block.
-    template <class Lookahead>
-    void pack(const Element* key_cache, const Element* value_cache, const int32_t* blocks,
-              int64_t block_stride, int num_tokens, Lookahead lookahead) {
-        for (int token = 0; token < num_tokens; token += kBlockSize) {
-            int64_t block = blocks[token / kBlockSize] * block_stride;
-            lookahead();
-            int count = num_tokens - token < kBlockSize ? num_tokens - token : kBlockSize;
-            pack_keys<Products>(key_cache + block, count, head_dim, padded_dim, spare, keys, token);
-            pack_values<Products>(value_cache + block, count, head_dim, padded_dim, spare, values,
-                                  value_panel_words(), token);
+    // block_stride: elements from one block of this head to the next.
+    void open(const Element* key_cache, const Element* value_cache, const int32_t* blocks,
+              int64_t block_stride, int num_tokens) {
+        int num_whole = num_tokens / kBlockSize, rest = num_tokens % kBlockSize;
+        num_blocks_ = num_whole + (rest > 0);
+        for (int i = 0; i < num_blocks_; ++i) {
+            keys[i] = key_cache + blocks[i] * block_stride;
+            values[i] = value_cache + blocks[i] * block_stride;
+        }
+        if (rest) {
+            copy_values(values[num_whole], rest, Products::kPerWord, head_dim, last);
+            values[num_whole] = last;
         }
     }
 
-    // Attends with one group, rows first .. first + num_rows - 1, over the packed tile. Row i of the group sees
+    // After the tile's own keys are read, those of these blocks of `cache` will be, of which there may be fewer
+    // than a panel's.
+    void expect(const Element* cache, const int32_t* blocks, int64_t block_stride, int num_blocks) {
+        for (int i = 0; i < kPanelBlocks; ++i)
+            keys[num_blocks_ + i] = i < num_blocks ? cache + blocks[i] * block_stride : keys[num_blocks_ - 1];
+    }
+
+    // Attends with one group, rows first .. first + num_rows - 1, over the open tile. Row i of the group sees
     // the tile's first seen[i] tokens, growing with the row; where it sees none its result has the sum 0.
     void attend_group(int first, int num_rows, const int* seen, RowStates result) {
-        int num_columns = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize * kBlockSize;
-        int64_t row_words = padded_dim / Products::kPerWord;
-        const uint32_t* words = (const uint32_t*)(queries + (int64_t)first * padded_dim);
-        multiply_group<Products>(num_rows, words, row_words, keys, key_panel_words(), scores, kTileTokens,
-                                 row_words, num_columns);
+        int num_blocks = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize;
+        if (first == 0)
+            score<2>(first, num_rows, num_blocks);
+        else
+            score<0>(first, num_rows, num_blocks);
         for (int i = 0; i < num_rows; ++i)
             std::tie(result.maxima[i], result.sums[i]) =
-                weigh<Products>(scores + i * kTileTokens, std::max(seen[i], 0), num_columns, scale,
-                                weights + i * kTileTokens);
-        multiply_group<Products>(num_rows, (const uint32_t*)weights, kTileTokens / Products::kPerWord, values,
-                                 value_panel_words(), result.values, padded_dim,
-                                 num_columns / Products::kPerWord, padded_dim);
+                weigh<Products>(scores + i * kTileTokens, std::max(seen[i], 0), num_blocks * kBlockSize,
+                                scale, weights + i * kTileTokens);
+        for (int dim = 0; dim < padded_dim; dim += kPanelColumns) {
+            int num_vectors = std::min(padded_dim - dim, kPanelColumns) / kWidth;
+            ValueColumns<Products> columns(values, padded_dim, dim);
+            pick_multiply<Products, ValueColumns<Products>>(num_rows, num_vectors)(
+                (const uint32_t*)weights, kTileTokens / Products::kPerWord, columns, result.values + dim,
+                padded_dim, num_blocks * ValueColumns<Products>::kBlockWords);
+        }
     }
+
+   private:
+    // scores[row][token] of the group over the tile's first num_blocks blocks. The first group of a tile finds
+    // it in memory (num_ahead 2: the next panel's keys and this one's values come in beside the products), the
+    // others in the processor's cache (0).
+    template <int num_ahead>
+    void score(int first, int num_rows, int num_blocks) {
+        constexpr int kBlockVectors = kBlockSize / kWidth;
+        const uint32_t* words = (const uint32_t*)(queries + (int64_t)first * padded_dim);
+        int64_t depth = (head_dim + Products::kPerWord - 1) / Products::kPerWord;
+        int num_all = num_blocks * kBlockVectors;
+        for (int vector = 0; vector < num_all; vector += kPanelVectors) {
+            int num_vectors = std::min(num_all - vector, kPanelVectors);
+            KeyColumns<Products, num_ahead> columns;
+            for (int j = 0; j < num_vectors; ++j) {
+                int token = (vector + j) * kWidth;
+                int block = token / kBlockSize, offset = token % kBlockSize * Products::kPerWord;
+                columns.vectors[j] = keys[block] + offset;
+                if constexpr (num_ahead > 0) {
+                    columns.ahead[2 * j] = keys[block + kPanelBlocks] + offset;
+                    columns.ahead[2 * j + 1] = values[block] + offset;
+                }
+            }
+            pick_multiply<Products, KeyColumns<Products, num_ahead>>(num_rows, num_vectors)(
+                words, padded_dim / Products::kPerWord, columns, scores + vector * kWidth, kTileTokens,
+                depth);
+        }
+    }
+
+    int num_blocks_ = 0;
 };
 
 // Divides by the sum of the weights and stores head_dim numbers in the model's format.

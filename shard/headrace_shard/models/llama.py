@@ -87,6 +87,7 @@ class LlamaModel(NativeLayer):
             self.whole = DecoderBlocks(
                 self._kernels,
                 blocks,
+                head_dim=layers[0].self_attn.head_dim,
                 epsilon=layers[0].input_layernorm.eps,
                 scale=layers[0].self_attn.scale,
             )

@@ -6,11 +6,15 @@ import torch
 from headrace_shard.kernels.build import BLOCK_SIZE
 from headrace_shard.kernels.paged import PagedKernels
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What `PagedKernels.attend` takes, and each sequence's keys and values [context, KV, D] in one piece."""
+    """What `PagedKernels.attend` takes, and each sequence's keys and values [context, KV, D] in one piece.
+
+    The caches are token by token, [num_blocks, KV, block_size, D].
+    """
 
     queries: Tensor
     key_cache: Tensor
@@ -25,8 +29,7 @@ class Step:
     def attend(self, kernels: PagedKernels) -> Tensor:
         return kernels.attend(
             self.queries,
-            self.key_cache,
-            self.value_cache,
+            *laid_out(kernels, self.key_cache, self.value_cache),
             self.query_starts,
             self.context_lens,
             self.block_tables,
@@ -48,6 +51,20 @@ class Step:
             scores = (queries @ wide_keys * self.scale).masked_fill(~is_seen, -torch.inf)
             outputs.append((scores.softmax(-1) @ wide_values).transpose(0, 1))
         return torch.cat(outputs)
+
+
+def laid_out(kernels: PagedKernels, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Caches [num_blocks, KV, block_size, D] in the order in which the kernels multiply."""
+    head_dim = keys.shape[3]
+    word = 2 if kernels.instructions == "AVX512-BF16" and keys.dtype == torch.bfloat16 else 1
+    # The rest of a word counts, as zero; what is behind it may be anything.
+    keys = pad(pad(keys, (0, -head_dim % word)), (0, -(-(-head_dim // word) * word) % 16), value=torch.nan)
+    values = pad(values, (0, -head_dim % 16), value=torch.nan)
+    shape = keys.shape
+    return (
+        keys.unflatten(3, (-1, word)).transpose(2, 3).contiguous().view(shape),
+        values.unflatten(2, (-1, word)).transpose(3, 4).contiguous().view(shape),
+    )
 
 
 def make_step(

@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 import torch
 from headrace_shard.kernels.build import BLOCK_SIZE
-from headrace_shard.kernels.paged import PagedKernels
+from headrace_shard.kernels.paged import PagedKernels, cache_shape
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.shard.kernels.dense import Step, make_step
+from tests.shard.kernels.dense import Step, laid_out, make_step
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -147,18 +147,21 @@ def test_wrong_cache_is_caught(kernels: PagedKernels) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("num_tokens", [0, 1, 37, 3000])
-def test_write(any_kernels: PagedKernels, dtype: torch.dtype, num_tokens: int) -> None:
-    num_kv_heads, head_dim, num_blocks = 3, 20, num_tokens // BLOCK_SIZE + 3
+@pytest.mark.parametrize(("num_tokens", "head_dim"), [(0, 20), (1, 64), (37, 20), (37, 7), (3000, 20)])
+def test_write(any_kernels: PagedKernels, dtype: torch.dtype, num_tokens: int, head_dim: int) -> None:
+    num_kv_heads, num_blocks = 3, num_tokens // BLOCK_SIZE + 3
     fused = torch.randn(num_tokens, 11, head_dim).to(dtype)
     keys, values = fused[:, 5:8], torch.randn(num_tokens, num_kv_heads, head_dim).to(dtype)
     slots = torch.randperm(num_blocks * BLOCK_SIZE)[:num_tokens]
-    caches = [torch.zeros(num_blocks, num_kv_heads, BLOCK_SIZE, head_dim, dtype=dtype) for _ in range(2)]
-    expected = [cache.clone() for cache in caches]
+    shape = cache_shape(num_blocks, num_kv_heads, head_dim)
+    assert shape == (num_blocks, num_kv_heads, BLOCK_SIZE, -(-head_dim // 16) * 16)
+    caches = [torch.zeros(shape, dtype=dtype) for _ in range(2)]
+    expected = [torch.zeros(*shape[:3], head_dim, dtype=dtype) for _ in range(2)]
     for cache, rows in zip(expected, (keys, values), strict=True):
         cache[slots // BLOCK_SIZE, :, slots % BLOCK_SIZE] = rows
     any_kernels.write(keys, values, caches[0], caches[1], slots)
-    assert all(torch.equal(cache, wanted) for cache, wanted in zip(caches, expected, strict=True))
+    for cache, wanted in zip(caches, laid_out(any_kernels, *expected), strict=True):
+        assert torch.equal(cache, wanted.nan_to_num())
 
 
 def test_every_half_is_read_and_written_exactly(any_kernels: PagedKernels) -> None:

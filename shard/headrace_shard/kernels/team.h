@@ -1,0 +1,136 @@
+// Threads that go through a computation side by side and wait for one another between its parts.
+//
+// Knows threads and how they wait; knows nothing of what they compute. A decoder block has some ten parts of
+// tens of microseconds: to begin and end a parallel region for each, and to sleep and be woken at its end, takes
+// longer than some of them. So a team is made once for the whole computation.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <thread>
+
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace headrace {
+
+// How long one who waits looks out for the others before it sleeps. Shorter than it takes to be woken would be
+// to sleep too early; much longer would keep the router and the clients off a core that they need.
+constexpr std::chrono::microseconds kWatch{50};
+
+// Numbers below which one thread alone is done before two have shared the work, and before one more is woken.
+constexpr int64_t kMinShared = 1 << 12;
+constexpr int64_t kMinWoken = 1 << 15;
+
+class Team {
+   public:
+    // Calls body(member) on `num_threads` threads, or as many as there are to be had.
+    template <class Body>
+    static void run(int num_threads, Body body);
+
+    // One thread's place in its team. Everything here is called by all members alike, in the same order.
+    class Member {
+       public:
+        int size() const { return size_; }
+
+        // work(first, last) for parts of 0 .. num_units, of `grain` units at most, by whoever is free; returns
+        // when all is done.
+        template <class Work>
+        void share(int64_t num_units, int64_t grain, Work work) {
+            if (size_ == 1) {
+                if (num_units > 0) work(0, num_units);
+                return;
+            }
+            for (int64_t first; (first = team_.next_.fetch_add(grain, std::memory_order_relaxed)) < num_units;)
+                work(first, std::min(first + grain, num_units));
+            team_.meet(size_);
+        }
+
+        // As `share`, in parts small enough that nobody has long to wait for the last one.
+        template <class Work>
+        void share(int64_t num_units, Work work) {
+            constexpr int kPartsEach = 16;
+            share(num_units, std::max<int64_t>(1, num_units / (kPartsEach * size_)), work);
+        }
+
+        // As `share`, but by one thread when there is little to do.
+        template <class Work>
+        void share_if(bool is_worth_it, int64_t num_units, Work work) {
+            if (is_worth_it)
+                share(num_units, work);
+            else
+                share(num_units, std::max<int64_t>(1, num_units), work);
+        }
+
+       private:
+        friend class Team;
+        Member(Team& team, int size) : team_(team), size_(size) {}
+        Team& team_;
+        const int size_;
+    };
+
+   private:
+    // Returns when `size` threads have come. (A barrier that reverses its sense: Mellor-Crummey and Scott 1991.)
+    void meet(int size) {
+        uint32_t round = round_.load(std::memory_order_relaxed);
+        if (num_here_.fetch_add(1, std::memory_order_acq_rel) == size - 1) {
+            num_here_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            round_.fetch_add(1);
+            if (num_asleep_.load() > 0) wake();
+            return;
+        }
+        auto until = std::chrono::steady_clock::now() + kWatch;
+        do {
+            for (int look = 0; look < 64; ++look) {
+                if (round_.load(std::memory_order_acquire) != round) return;
+#if defined(__x86_64__)
+                _mm_pause();
+#endif
+            }
+        } while (std::chrono::steady_clock::now() < until);
+        num_asleep_.fetch_add(1);
+        while (round_.load() == round) sleep(round);
+        num_asleep_.fetch_sub(1);
+    }
+
+#if defined(__linux__)
+    void sleep(uint32_t round) { syscall(SYS_futex, &round_, FUTEX_WAIT_PRIVATE, round, nullptr, nullptr, 0); }
+    void wake() { syscall(SYS_futex, &round_, FUTEX_WAKE_PRIVATE, INT32_MAX, nullptr, nullptr, 0); }
+#else
+    void sleep(uint32_t) { std::this_thread::yield(); }
+    void wake() {}
+#endif
+
+    static_assert(sizeof(std::atomic<uint32_t>) == 4, "the system call reads the number itself");
+    alignas(64) std::atomic<int64_t> next_{0};  // the unit that nobody has begun yet
+    alignas(64) std::atomic<uint32_t> round_{0};
+    std::atomic<int> num_here_{0};
+    std::atomic<int> num_asleep_{0};
+};
+
+template <class Body>
+void Team::run(int num_threads, Body body) {
+    Team team;
+    if (num_threads <= 1) {
+        Member member(team, 1);
+        return body(member);
+    }
+#pragma omp parallel num_threads(num_threads)
+    {
+        Member member(team, omp_get_num_threads());
+        body(member);
+    }
+}
+
+}  // namespace headrace
