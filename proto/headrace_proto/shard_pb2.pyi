@@ -312,7 +312,13 @@ class StepRequest(google.protobuf.message.Message):
     NEW_BLOCKS_FIELD_NUMBER: builtins.int
     COPIED_FROM_FIELD_NUMBER: builtins.int
     COPIED_TO_FIELD_NUMBER: builtins.int
+    MAX_SECONDS_FIELD_NUMBER: builtins.int
     step_id: builtins.int
+    max_seconds: builtins.float
+    """How long the forward pass should take, because others wait for its decodes; 0: as long as it takes. A shard
+    that falls behind may leave the last tokens of the last sequence uncomputed, but for the first block_size of
+    them and unless that one samples, and says so. The next step goes on from the first of these.
+    """
     @property
     def dropped_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sequences to forget before anything else: finished, cancelled or preempted."""
@@ -351,8 +357,9 @@ class StepRequest(google.protobuf.message.Message):
         new_blocks: collections.abc.Iterable[builtins.int] | None = ...,
         copied_from: collections.abc.Iterable[builtins.int] | None = ...,
         copied_to: collections.abc.Iterable[builtins.int] | None = ...,
+        max_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["copied_from", b"copied_from", "copied_to", b"copied_to", "dropped_ids", b"dropped_ids", "ids", b"ids", "new_blocks", b"new_blocks", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_tokens", b"num_tokens", "step_id", b"step_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copied_from", b"copied_from", "copied_to", b"copied_to", "dropped_ids", b"dropped_ids", "ids", b"ids", "max_seconds", b"max_seconds", "new_blocks", b"new_blocks", "new_sequences", b"new_sequences", "num_new_blocks", b"num_new_blocks", "num_tokens", b"num_tokens", "step_id", b"step_id"]) -> None: ...
 
 global___StepRequest = StepRequest
 
@@ -372,6 +379,8 @@ class StepResponse(google.protobuf.message.Message):
     SAMPLE_SECONDS_FIELD_NUMBER: builtins.int
     IDLE_SECONDS_FIELD_NUMBER: builtins.int
     NUM_SEQUENCES_FIELD_NUMBER: builtins.int
+    SHORTENED_ID_FIELD_NUMBER: builtins.int
+    NUM_LEFT_FIELD_NUMBER: builtins.int
     forward_seconds: builtins.float
     """Preparing inputs and forward pass / sampling."""
     sample_seconds: builtins.float
@@ -379,6 +388,9 @@ class StepResponse(google.protobuf.message.Message):
     """How long the device waited for this step since the last one ended; 0 for the first."""
     num_sequences: builtins.int
     """Sequences the shard holds after the step."""
+    shortened_id: builtins.int
+    """The sequence that was cut short for max_seconds, and how many of its tokens are left; 0 when none was."""
+    num_left: builtins.int
     @property
     def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Sequences that sampled a token, in the order of the request. Lists of one length."""
@@ -420,8 +432,10 @@ class StepResponse(google.protobuf.message.Message):
         sample_seconds: builtins.float = ...,
         idle_seconds: builtins.float = ...,
         num_sequences: builtins.int = ...,
+        shortened_id: builtins.int = ...,
+        num_left: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["errors", b"errors", "forward_seconds", b"forward_seconds", "idle_seconds", b"idle_seconds", "ids", b"ids", "logprobs", b"logprobs", "num_sequences", b"num_sequences", "prompt_logprobs", b"prompt_logprobs", "sample_seconds", b"sample_seconds", "token_ids", b"token_ids", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["errors", b"errors", "forward_seconds", b"forward_seconds", "idle_seconds", b"idle_seconds", "ids", b"ids", "logprobs", b"logprobs", "num_left", b"num_left", "num_sequences", b"num_sequences", "prompt_logprobs", b"prompt_logprobs", "sample_seconds", b"sample_seconds", "shortened_id", b"shortened_id", "token_ids", b"token_ids", "top_counts", b"top_counts", "top_logprobs", b"top_logprobs", "top_token_ids", b"top_token_ids"]) -> None: ...
 
 global___StepResponse = StepResponse
 

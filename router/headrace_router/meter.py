@@ -102,6 +102,7 @@ class Meter:
             self._metrics.shard_idle_seconds.observe(result.idle_seconds)
         self._metrics.shard_busy_seconds.observe(result.forward_seconds + result.sample_seconds)
         self._metrics.generated_tokens.inc(num_generated)
+        self._metrics.postponed_tokens.inc(result.num_left)
         self.shard_sequences.set(result.num_sequences)
         self.levels(scheduler)
 

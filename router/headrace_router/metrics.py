@@ -238,6 +238,10 @@ class Metrics:
         "Times that a running sequence gave up its blocks and went back to the queue.", prefix="headrace_"
     )
     prompt_tokens = _counter("Prompt tokens of admitted sequences.", prefix="headrace_")
+    postponed_tokens = _counter(
+        "Prompt tokens that a step left to the next one, because it fell behind and others waited for it.",
+        prefix="headrace_",
+    )
     generated_tokens = _counter("Generated tokens.", prefix="headrace_")
     requests = _gauge(
         "Sequences in the server, by state.",

@@ -30,6 +30,7 @@ def from_step_request(request: pb.StepRequest, *, is_decode: bool) -> Step:
         new_blocks=_array(request.new_blocks),
         copied_from=_array(request.copied_from),
         copied_to=_array(request.copied_to),
+        max_seconds=request.max_seconds,
     )
 
 
@@ -48,6 +49,8 @@ def to_step_response(result: StepResult) -> pb.StepResponse:
         sample_seconds=result.sample_seconds,
         idle_seconds=result.idle_seconds,
         num_sequences=result.num_sequences,
+        shortened_id=result.shortened_id,
+        num_left=result.num_left,
     )
 
 

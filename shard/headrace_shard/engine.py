@@ -255,9 +255,9 @@ class Engine:
         watch.mark()
         rows = batch.rows(step.ids)
         batch.grow_blocks(rows, step.num_new_blocks, step.new_blocks)
-        prepared = prepare(batch, rows, step.num_tokens)
+        prepared = prepare(batch, rows, step.num_tokens, step.max_seconds)
         check_holders(prepared.blocks, batch, most=1)
-        hidden = runner.forward(prepared.inputs)
+        hidden, num_computed = runner.forward(prepared.inputs)
         num_sampled = len(prepared.sampled)
         logits = runner.logits(hidden[:num_sampled]) if num_sampled else None
         watch.mark()
@@ -276,7 +276,12 @@ class Engine:
             put_prompt_logprobs(result, step.ids, batch, rows, prepared, runner, hidden[num_sampled:])
         watch.mark()
         result.forward_seconds, result.sample_seconds = watch.seconds()
-        batch.advance(rows, step.num_tokens, sampled_rows)
+        num_tokens = step.num_tokens
+        if (num_left := len(prepared.inputs.token_ids) - num_computed) > 0:
+            num_tokens = num_tokens.copy()
+            num_tokens[-1] -= num_left
+            result.shortened_id, result.num_left = step.ids[-1], num_left
+        batch.advance(rows, num_tokens, sampled_rows)
         self._fail(dict.fromkeys(failed, NOT_FINITE), result)
 
     def _sampling_for(self, ids: list[int]) -> SamplingBatch:

@@ -36,3 +36,8 @@ class ForwardInputs:
     """[S]: tokens of each sequence in this step, where no device has to be asked for them."""
     host_context_lens: npt.NDArray[np.int64]
     """[S]: the same as `context_lens`."""
+    max_seconds: float = 0.0
+    """How long the blocks should take; 0: as long as they take. A network that sees itself fall behind may
+    leave the last tokens out, and give fewer hidden states; the others do not depend on them."""
+    min_tokens: int = 0
+    """The first so many tokens are computed at whatever cost; none of `logit_rows` is behind them."""

@@ -49,8 +49,11 @@ class PreparedStep:
     """[P] int64: the prompt tokens that the last P of `logit_rows` predict."""
 
 
-def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
+def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray, max_seconds: float = 0.0) -> PreparedStep:
     """Inputs for the sequences in `rows` [S], which compute their next `num_tokens` [S] tokens.
+
+    For the sake of `max_seconds` the last sequence may be left with a block of tokens, if nobody wants its
+    rows: however slow the machine, it gets on.
 
     A prompt's token i + 1 is predicted by row i, so that the last row of a chunk speaks of the first token of
     the next chunk.
@@ -70,6 +73,7 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
     sampled = np.flatnonzero(context_lens == totals)
     last_rows = starts[1:] - 1
     parts, part_rows = _prompt_parts(batch, rows, first, context_lens, starts)
+    is_last_silent = context_lens[-1] < totals[-1] and batch.num_prompt_top[rows[-1]] < 0
     logit_rows = last_rows[sampled]
     if parts:
         logit_rows = np.concatenate((logit_rows, part_rows))
@@ -94,6 +98,8 @@ def prepare(batch: Batch, rows: IntArray, num_tokens: IntArray) -> PreparedStep:
         logit_rows=device_logit_rows,
         host_query_lens=num_tokens,
         host_context_lens=context_lens,
+        max_seconds=max_seconds if is_last_silent else 0.0,
+        min_tokens=int(starts[-2]) + min(block_size, int(num_tokens[-1])),
     )
     prompt_targets = tokens[target_rows, target_columns].long() if parts else target_rows
     return PreparedStep(inputs, sampled, sampled_rows, sampled_columns, parts, blocks, prompt_targets)

@@ -15,10 +15,11 @@ class Runner:
     def __init__(self, model: CausalLM) -> None:
         self._model = model
 
-    def forward(self, inputs: ForwardInputs) -> Tensor:
-        """Hidden states [R, hidden] of `inputs.logit_rows`; writes the step's keys and values."""
+    def forward(self, inputs: ForwardInputs) -> tuple[Tensor, int]:
+        """Hidden states [R, hidden] of `inputs.logit_rows`; writes the step's keys and values. Gives also how
+        many tokens were computed, which are all of them but for `inputs.max_seconds`."""
         hidden: Tensor = self._model(inputs)
-        return hidden.index_select(0, inputs.logit_rows)
+        return hidden.index_select(0, inputs.logit_rows), len(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Raw logits [R, vocabulary] in float32 for hidden states [R, hidden]."""

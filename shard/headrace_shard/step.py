@@ -47,6 +47,9 @@ class Step:
     """[C]: blocks that are copied before anything is computed."""
     copied_to: IntArray
     """[C]: where each of them is copied to."""
+    max_seconds: float = 0.0
+    """How long the forward pass should take; 0: as long as it takes. For its sake the last tokens of the last
+    sequence may be left, if that one does not sample."""
 
     def without(self, ids: Container[int]) -> "Step":
         """The same step, with these sequences neither brought nor scheduled."""
@@ -97,3 +100,6 @@ class StepResult:
     """The whole step, as the host saw it; the other two are times of the device."""
     idle_seconds: float = 0.0
     num_sequences: int = 0
+    shortened_id: int = 0
+    """The sequence of which `num_left` tokens were left for the sake of `max_seconds`."""
+    num_left: int = 0

@@ -5,6 +5,7 @@ rest of the step concerns the whole step, which then leaves the shard as it was.
 its contents any more, but for `check_holders`, which is asked when all blocks of the step are dealt out.
 """
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class StepLimits:
 
 
 def check_lengths(step: Step) -> None:
-    """Raises InvalidStep when the lists of a step do not fit each other."""
+    """Raises InvalidStep when the lists of a step do not fit each other, or its time is none."""
     if not len(step.ids) == len(step.num_tokens) == len(step.num_new_blocks):
         raise InvalidStep(
             f"ids, num_tokens and num_new_blocks must be of one length, got {len(step.ids)}, "
@@ -40,6 +41,8 @@ def check_lengths(step: Step) -> None:
             "copied_from and copied_to must be of one length, "
             f"got {len(step.copied_from)} and {len(step.copied_to)}"
         )
+    if not 0 <= step.max_seconds < math.inf:
+        raise InvalidStep(f"max_seconds must be a number from 0, got {step.max_seconds}")
     granted = int(step.num_new_blocks.sum())
     if granted != len(step.new_blocks):
         raise InvalidStep(f"num_new_blocks adds up to {granted}, but new_blocks has {len(step.new_blocks)}")

@@ -15,13 +15,13 @@ POISON_IDS = (300, 299)
 def main() -> None:
     forward = Runner.forward
 
-    def forward_or_fail(runner: Runner, inputs: ForwardInputs) -> Tensor:
-        hidden = forward(runner, inputs)
+    def forward_or_fail(runner: Runner, inputs: ForwardInputs) -> tuple[Tensor, int]:
+        computed = forward(runner, inputs)
         # Behind the forward pass, so that the keys and values of everybody in the step are written by then.
         first, second = inputs.token_ids[:-1] == POISON_IDS[0], inputs.token_ids[1:] == POISON_IDS[1]
         if bool((first & second).any()):
             raise RuntimeError("the injected fault")
-        return hidden
+        return computed
 
     Runner.forward = forward_or_fail  # type: ignore[method-assign, assignment]
     shard.main()

@@ -218,11 +218,15 @@ class SmallRouter:
         for part in response.prompt_logprobs:
             if part.id in self.sequences:
                 self.sequences[part.id].prompt_parts.append(part)
+        if response.num_left:
+            self.sequences[response.shortened_id].num_computed -= response.num_left
         return response
 
-    def step(self, plan: dict[int, int]) -> pb.StepResponse:
+    def step(self, plan: dict[int, int], *, max_seconds: float = 0.0) -> pb.StepResponse:
         """Send a step and enter its answer."""
-        return self.note(self.execute(*self.request(plan)))
+        request, is_decode = self.request(plan)
+        request.max_seconds = max_seconds
+        return self.note(self.execute(request, is_decode))
 
     def plan(self, chunk: int) -> dict[int, int]:
         """Every sequence computes what it has to, at most `chunk` tokens."""

@@ -46,8 +46,10 @@ def test_every_field_of_a_request() -> None:
         new_blocks=[30],
         copied_from=[7, 8],
         copied_to=[9, 10],
+        max_seconds=0.375,
     )
     step = from_step_request(request, is_decode=False)
+    assert step.max_seconds == 0.375
     assert (step.is_decode, step.dropped_ids, step.ids, step.refused) == (False, [8, 2**63], [5, 6], {})
     for array, expected in (
         (step.num_tokens, [2, 1]),
@@ -86,6 +88,7 @@ def test_empty_request_is_a_step_of_nothing() -> None:
     assert step.is_decode
     assert not step.ids and not step.new_sequences and not step.dropped_ids
     assert step.num_tokens.dtype == np.int64 and len(step.num_tokens) == 0
+    assert step.max_seconds == 0
 
 
 @pytest.mark.parametrize("num_wanted", [0, 3])
@@ -137,6 +140,8 @@ def test_every_field_of_a_result() -> None:
             total_seconds=1.0,
             idle_seconds=0.125,
             num_sequences=3,
+            shortened_id=2**63,
+            num_left=40,
         )
     )
     assert response == pb.StepResponse(
@@ -156,4 +161,6 @@ def test_every_field_of_a_result() -> None:
         sample_seconds=0.25,
         idle_seconds=0.125,
         num_sequences=3,
+        shortened_id=2**63,
+        num_left=40,
     )

@@ -52,10 +52,10 @@ def make_batch(sequences: list[Case]) -> Batch:
     return batch
 
 
-def prepared(sequences: list[Case], order: list[int]) -> PreparedStep:
+def prepared(sequences: list[Case], order: list[int], *, max_seconds: float = 0.0) -> PreparedStep:
     batch = make_batch(sequences)
     counts = np.array([sequences[number].count for number in order], dtype=np.int64)
-    return prepare(batch, batch.rows(order), counts)
+    return prepare(batch, batch.rows(order), counts, max_seconds)
 
 
 @given(st.lists(cases(), min_size=1, max_size=6), st.randoms())
@@ -106,6 +106,20 @@ def test_every_tensor_is_what_a_plain_loop_gives(sequences: list[Case], random: 
         used = -(-lens[index] // BLOCK_SIZE)
         expected = [100 * number + 10 - block for block in range(used)]
         assert inputs.block_tables[index, :used].tolist() == expected
+
+
+@given(st.lists(cases(), min_size=1, max_size=6))
+def test_only_what_nobody_wants_of_the_last_sequence_may_be_left(sequences: list[Case]) -> None:
+    order = list(range(len(sequences)))
+    inputs = prepared(sequences, order, max_seconds=0.25).inputs
+    last = sequences[-1]
+    samples = last.num_computed + last.count == last.num_tokens
+    may_be_left = not samples and last.num_prompt_top is None
+    assert inputs.max_seconds == (0.25 if may_be_left else 0.0)
+    assert inputs.min_tokens == sum(case.count for case in sequences[:-1]) + min(last.count, BLOCK_SIZE)
+    if may_be_left:
+        assert all(row < inputs.min_tokens for row in inputs.logit_rows.tolist())
+    assert prepared(sequences, order).inputs.max_seconds == 0
 
 
 def test_dtypes_and_layout_are_those_of_forward_inputs() -> None:

@@ -28,7 +28,7 @@ def test_only_wanted_rows_come_back_and_logits_are_float32(loaded: LoadedModel, 
     paged.add("a", PROMPT)
     runner = Runner(loaded.model)
     with torch.inference_mode():
-        hidden = runner.forward(paged.inputs({"a": len(PROMPT)}))
+        hidden, _ = runner.forward(paged.inputs({"a": len(PROMPT)}))
         logits = runner.logits(hidden)
     assert hidden.shape == (1, loaded.config.hidden_size)
     assert logits.shape == (1, loaded.config.vocab_size)

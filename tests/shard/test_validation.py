@@ -26,8 +26,11 @@ def change(request: pb.StepRequest, **fields: object) -> pb.StepRequest:
     changed = pb.StepRequest()
     changed.CopyFrom(request)
     for name, value in fields.items():
-        changed.ClearField(name)  # type: ignore[arg-type]
-        getattr(changed, name).extend(value)
+        if isinstance(value, float):
+            setattr(changed, name, value)
+        else:
+            changed.ClearField(name)  # type: ignore[arg-type]
+            getattr(changed, name).extend(value)
     return changed
 
 
@@ -69,6 +72,15 @@ BROKEN: dict[str, tuple[dict[str, object], bool, str]] = {
     "copied to twice": ({"copied_from": [1, 2], "copied_to": [50, 50]}, True, "block 50 is copied to twice"),
     "copied on": ({"copied_from": [1, 50], "copied_to": [50, 51]}, True, "block 50 is copied both from and"),
     "copied to itself": ({"copied_from": [50], "copied_to": [50]}, True, "block 50 is copied both from and"),
+    "less than no time": ({"max_seconds": -0.25}, True, "max_seconds must be a number from 0, got -0.25"),
+    "time without end": ({"max_seconds": float("inf")}, True, "max_seconds must be .* from 0, got inf"),
+    "time before all": ({"max_seconds": float("-inf")}, True, "max_seconds must be .* from 0, got -inf"),
+    "time that is no number": ({"max_seconds": float("nan")}, True, "max_seconds must be .* 0, got nan"),
+    "time without a step": (
+        {name: [] for name in ("ids", "num_tokens", "num_new_blocks")} | {"max_seconds": -1.0},
+        True,
+        "max_seconds must be a number from 0, got -1.0",
+    ),
     "copied without a step": (
         {name: [] for name in ("ids", "num_tokens", "num_new_blocks")}
         | {"copied_from": [1, 2], "copied_to": [50, 50]},

@@ -11,11 +11,19 @@ from statistics import median_low
 
 from headrace_router.scheduling.request import Sequence
 
-TARGET = 0.85
+TARGET = 0.8
 """Share of the bound that is aimed at: what is measured scatters."""
 
+LIMIT = 0.84
+"""Share of the bound at which the shard cuts a step short: something comes after the forward pass."""
+
+NUM_DECODES = 31
+"""Steps of decodes alone whose median is what they cost: a measure that wavers makes all others waver."""
+
+NUM_MIXED = 3
 SMOOTHING = 0.3
-"""Weight of the newest step. A context grows by a chunk with every step, and its cost with it."""
+"""Of steps with prompts: a median of fewer, and the weight of the newest. A context grows by a chunk with
+every step, and its cost with it."""
 
 MAX_MIXED = 32
 """Steps with prompts in them after which one of decodes alone is made, if none came by itself: its cost is
@@ -43,8 +51,8 @@ class StepCosts:
         points = _rising(costs)
         self._points = points if len(points) > 1 else _UNIT_COSTS
         factor = 1.0 if len(points) > 1 else None
-        self._decodes = _Factor(factor)
-        self._mixed = _Factor(factor)
+        self._decodes = _Factor(factor, num_last=NUM_DECODES, smoothing=1.0)
+        self._mixed = _Factor(factor, num_last=NUM_MIXED, smoothing=SMOOTHING)
         self._num_mixed = 0
         """Steps with prompts in them since the last one of decodes alone."""
 
@@ -77,6 +85,12 @@ class StepCosts:
         most = int(self._tokens(bound / mixed_factor)) - num_decodes
         return min(budget, max(self._min_tokens, most))
 
+    def max_seconds(self, num_decodes: int) -> float:
+        """When a step with so many decodes and a part of a prompt is to be cut short; 0: never, because there
+        is no bound, or nothing yet to measure it by."""
+        bound = self._max_slowdown * (self._decodes.value or 0.0) * self._seconds(num_decodes)
+        return max(0.0, LIMIT * bound)
+
     def _seconds(self, num_tokens: int) -> float:
         points = self._points
         index = min(max(bisect_left(points, (num_tokens, 0.0)), 1), len(points) - 1)
@@ -92,17 +106,18 @@ class StepCosts:
 
 
 class _Factor:
-    """What steps of one kind take, as a share of what is expected: the median of the last three, smoothed."""
+    """What steps of one kind take, as a share of what is expected: the median of the last few, smoothed."""
 
-    def __init__(self, value: float | None) -> None:
-        """`value` is the factor to begin with, None if nobody knows."""
+    def __init__(self, value: float | None, *, num_last: int, smoothing: float) -> None:
+        """`value` is the factor to begin with, None if nobody knows; `smoothing` the weight of the newest."""
         self.value = value
-        self._last: deque[float] = deque([] if value is None else [value], maxlen=3)
+        self._smoothing = smoothing
+        self._last: deque[float] = deque([] if value is None else [value], maxlen=num_last)
 
     def observe(self, factor: float) -> None:
         self._last.append(factor)
         typical = median_low(self._last)
-        self.value = typical if self.value is None else self.value + SMOOTHING * (typical - self.value)
+        self.value = typical if self.value is None else self.value + self._smoothing * (typical - self.value)
 
 
 def _rising(costs: tuple[tuple[int, float], ...]) -> list[tuple[int, float]]:

@@ -22,6 +22,16 @@ class Flight:
         """Whether what it says of one of its sequences is to be taken."""
         return sequence.status is not Status.FINISHED and sequence.id not in self.ignored_ids
 
+    def shorten(self, sequence: Sequence, num_left: int) -> None:
+        """It gets so many tokens less far with the prefill of `sequence`, if at all it computes a part of it;
+        no token is sampled then. (A decode of it cannot be in a step already: that would be the second after
+        the one that was cut short.)"""
+        step = self.step
+        for index, (other, end) in enumerate(step.chunks):
+            if other is sequence:
+                step.chunks[index] = sequence, end - num_left
+                step.samplers = [sampler for sampler in step.samplers if sampler is not sequence]
+
 
 class Flights:
     """At most as many as the scheduler allows."""
@@ -47,6 +57,11 @@ class Flights:
         ids = [sequence.id for sequence in sequences]
         for flight in self._flights:
             flight.ignored_ids.update(ids)
+
+    def shorten(self, sequence: Sequence, num_left: int) -> None:
+        """A step before them has left so many tokens of its prefill: they get that much less far with it."""
+        for flight in self._flights:
+            flight.shorten(sequence, num_left)
 
     def count(self, sequence: Sequence) -> int:
         """Those that compute it and from which it will be taken."""

@@ -30,6 +30,12 @@ class Memory:
         """A step fills so many slots."""
         self._num_filled += num_tokens
 
+    def left(self, sequence: Sequence, num_tokens: int) -> None:
+        """A step has left so many tokens of a running sequence's prefill, and the steps behind it will."""
+        self._num_filled -= num_tokens
+        sequence.num_computed -= num_tokens
+        sequence.num_ready = 0
+
     # ---- looking for a prefix
 
     def reusable_blocks(self, sequence: Sequence) -> int:

@@ -57,6 +57,8 @@ class Placement:
             num_decodes = self._place(step, suspects, spared, now)
         step.is_overdue = bool(step.admitted) and not suspects and self._admission.is_overdue
         step.total_tokens = sum(step.num_tokens)
+        if step.chunks and num_decodes:
+            step.max_seconds = self._costs.max_seconds(num_decodes)
         if step.sequences:
             step.num_preempted, self._num_preempted = self._num_preempted, 0
         self._memory.filled(step.total_tokens)
@@ -182,6 +184,6 @@ class Placement:
         return next((other for other in reversed(self._running.sequences) if other.id not in spared), None)
 
     def _preempt(self, sequence: Sequence) -> None:
-        sequence.num_preemptions += 1
         self._num_preempted += 1
         self._running.requeue(sequence, self._flights.count(sequence))
+        sequence.num_preemptions += 1  # after it has left its place, which depends on it

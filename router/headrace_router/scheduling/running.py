@@ -10,9 +10,14 @@ from headrace_router.scheduling.memory import Memory
 from headrace_router.scheduling.queue import WaitingQueue
 from headrace_router.scheduling.request import FinishReason, Sequence, Status
 
+MAX_PREEMPTIONS = 16
+"""Times that a sequence gives way to those of a better rank; then nobody has one. Where memory is so short
+that it comes back only to be preempted again, it would never end otherwise."""
+
 
 class Running:
-    """The running sequences by rank: the best priority and, within one, the lowest id come first."""
+    """The running sequences by rank: first those that gave way often enough, then by priority; the lowest id
+    comes first among equals."""
 
     def __init__(self, memory: Memory, queue: WaitingQueue) -> None:
         self._memory = memory
@@ -99,5 +104,5 @@ class Running:
         del self.sequences[bisect_left(self.sequences, _rank(sequence), key=_rank)]
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    return sequence.request.priority, sequence.id
+def _rank(sequence: Sequence) -> tuple[bool, int, int]:
+    return sequence.num_preemptions < MAX_PREEMPTIONS, sequence.request.priority, sequence.id

@@ -155,6 +155,8 @@ class Scheduler:
         flight = self._flights.pop_oldest()
         step, ignored_ids = flight.step, flight.ignored_ids
         updates = self._take_errors(flight, result.errors) if result.errors else []
+        if result.num_left:
+            self._shorten(flight, result.shortened_id, result.num_left)
         for sequence, num_tokens in step.chunks:
             if sequence.status is Status.RUNNING and sequence.id not in ignored_ids:
                 self._memory.confirm(sequence, num_tokens)
@@ -177,7 +179,7 @@ class Scheduler:
             self._arrived(flight)
         if flight.num_decodes:
             seconds = result.forward_seconds + result.sample_seconds
-            self._costs.observe(len(step.sequences), step.total_tokens, seconds)
+            self._costs.observe(len(step.sequences), step.total_tokens - result.num_left, seconds)
         return updates
 
     def _take_errors(self, flight: Flight, errors: list[tuple[int, str]]) -> list[Update]:
@@ -190,6 +192,15 @@ class Scheduler:
                 self._running.finish(sequence, FinishReason.FAILED, is_dropped=True)
                 updates.append(Update(sequence=sequence, error=message))
         return updates
+
+    def _shorten(self, flight: Flight, sequence_id: int, num_left: int) -> None:
+        """The step had no time for the last tokens of a chunk; the shard computes them with the next one."""
+        for sequence, _ in flight.step.chunks:
+            if sequence.id == sequence_id and flight.concerns(sequence):
+                flight.shorten(sequence, num_left)
+                self._flights.shorten(sequence, num_left)
+                if sequence.status is Status.RUNNING:
+                    self._memory.left(sequence, num_left)
 
     def _accept(
         self, sequence: Sequence, token: SampledToken, prompt_logprobs: PromptLogprobs | None

@@ -44,6 +44,8 @@ class Step:
     """Sum of `num_tokens`."""
     is_overdue: bool = False
     """Whether somebody was admitted because `max_waiting_tokens` had passed."""
+    max_seconds: float = 0.0
+    """If it takes longer, the shard may leave the last tokens of the last chunk; 0: it may take its time."""
 
     @property
     def is_prefill(self) -> bool:
@@ -87,6 +89,9 @@ class StepResult:
     idle_seconds: float
     num_sequences: int
     """Sequences the shard holds now."""
+    shortened_id: int = 0
+    """The sequence that was cut short for `max_seconds`: `num_left` tokens are left of its chunk."""
+    num_left: int = 0
 
 
 @dataclass(slots=True, kw_only=True)

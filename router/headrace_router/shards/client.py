@@ -54,6 +54,8 @@ _OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
+    # A step must not be sent twice; and what is kept for that costs time with every call.
+    ("grpc.enable_retries", 0),
 )
 
 

@@ -19,6 +19,7 @@ def to_step_request(step: Step) -> pb.StepRequest:
         new_blocks=step.new_blocks,
         copied_from=[source for source, _ in step.copies],
         copied_to=[target for _, target in step.copies],
+        max_seconds=step.max_seconds,
     )
 
 
@@ -67,6 +68,8 @@ def from_step_response(response: pb.StepResponse) -> StepResult:
         sample_seconds=response.sample_seconds,
         idle_seconds=response.idle_seconds,
         num_sequences=response.num_sequences,
+        shortened_id=response.shortened_id,
+        num_left=response.num_left,
     )
 
 

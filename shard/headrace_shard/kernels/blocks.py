@@ -56,6 +56,8 @@ class _Step(ctypes.Structure):
         ("max_blocks", _int64),
         ("num_sequences", _int64),
         ("num_threads", _int),
+        ("min_tokens", _int64),
+        ("max_seconds", ctypes.c_double),
     )
 
 
@@ -108,7 +110,7 @@ class DecoderBlocks:
             scale=scale,
         )
         self._run = kernels.library.headrace_run_blocks
-        self._run.argtypes, self._run.restype = [_pointer, _pointer, _int64, _pointer, _pointer], None
+        self._run.argtypes, self._run.restype = [_pointer, _pointer, _int64, _pointer, _pointer], _int64
 
     def _check(self, block: BlockTensors, first: BlockTensors, num_heads: int) -> None:
         """A wrong size would be read out of bounds; every caller is our own code, hence assertions."""
@@ -135,7 +137,8 @@ class DecoderBlocks:
     def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, inputs: ForwardInputs) -> Tensor:
         """hidden [T, hidden_size] through all blocks; overwrites it and gives it back.
 
-        cos and sin [T, 1, D] float32 are those of a `Rotation`. Writes the tokens' keys and values.
+        cos and sin [T, 1, D] float32 are those of a `Rotation`. Writes the tokens' keys and values. For the
+        sake of `inputs.max_seconds` the last tokens may be missing in what is given back.
         """
         num_tokens = len(hidden)
         assert hidden.shape == (num_tokens, self._hidden_size) and hidden.dtype == self._dtype
@@ -145,6 +148,8 @@ class DecoderBlocks:
         starts, lens, tables = inputs.query_starts, inputs.context_lens, inputs.block_tables
         assert starts.dtype == lens.dtype == tables.dtype == torch.int32
         assert starts.is_contiguous() and lens.is_contiguous() and tables.is_contiguous()
+        # What may be left is of the last sequence, and not all of it.
+        assert not inputs.max_seconds or int(starts[-2]) < inputs.min_tokens <= num_tokens
         slots = inputs.slots
         assert slots.dtype == torch.int64 and slots.is_contiguous() and len(slots) == num_tokens
         step = _Step(
@@ -158,15 +163,17 @@ class DecoderBlocks:
             max_blocks=tables.shape[1],
             num_sequences=len(lens),
             num_threads=torch.get_num_threads(),
+            min_tokens=inputs.min_tokens,
+            max_seconds=inputs.max_seconds,
         )
-        self._run(
+        num_through = self._run(
             ctypes.addressof(self._shape),
             ctypes.addressof(self._blocks),
             len(self._blocks),
             ctypes.addressof(step),
             hidden.data_ptr(),
         )
-        return hidden
+        return hidden[:num_through]
 
 
 def _block(block: BlockTensors) -> _Block:

@@ -71,20 +71,26 @@ struct KeyColumns {
     }
 };
 
-// Values of the blocks, a number each, from number `first` on; the depth runs through the blocks.
-template <class Products>
+// Values of the blocks, a number each, from number `first` on; the depth runs through the blocks. Blocks `ahead`
+// are called in meanwhile, line by line.
+template <class Products, bool has_ahead>
 struct ValueColumns {
     using Element = typename Products::Element;
     static constexpr int kBlockWords = kBlockSize / Products::kPerWord;
     const Element* const* blocks;
+    const Element* const* ahead;
     int64_t row;
     int64_t first;
 
-    ValueColumns(const Element* const* blocks_, int padded_dim, int first_number)
-        : blocks(blocks_), row(padded_dim * Products::kPerWord), first(first_number * Products::kPerWord) {}
+    ValueColumns(const Element* const* blocks_, const Element* const* ahead_, int padded_dim, int first_number)
+        : blocks(blocks_),
+          ahead(ahead_),
+          row(padded_dim * Products::kPerWord),
+          first(first_number * Products::kPerWord) {}
     Words operator()(int64_t k, int j) const {
-        const Element* words = blocks[k / kBlockWords] + k % kBlockWords * row;
-        return Products::load_columns(words + first + j * kWidth * Products::kPerWord);
+        int64_t offset = k % kBlockWords * row + first + j * kWidth * Products::kPerWord;
+        if constexpr (has_ahead) __builtin_prefetch(ahead[k / kBlockWords] + offset, 0, 2);
+        return Products::load_columns(blocks[k / kBlockWords] + offset);
     }
 };
 

@@ -82,9 +82,13 @@ struct HeadraceStep {
     int64_t max_blocks;
     int64_t num_sequences;
     int num_threads;
+    int64_t min_tokens;   // the first so many are computed at whatever cost
+    double max_seconds;   // 0: no limit
 };
 }
 
-// hidden [num_tokens, hidden_size] through all blocks, in place.
-HEADRACE_EXPORT void headrace_run_blocks(const HeadraceShape* shape, const HeadraceBlock* blocks,
+// hidden [num_tokens, hidden_size] through all blocks, in place. Gives how many tokens came through: when it
+// looks as if all would take longer than max_seconds, the last ones are left behind, but for the first
+// min_tokens.
+HEADRACE_EXPORT int64_t headrace_run_blocks(const HeadraceShape* shape, const HeadraceBlock* blocks,
                                          int64_t num_blocks, const HeadraceStep* step, void* hidden);

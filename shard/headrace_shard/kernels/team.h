@@ -63,6 +63,12 @@ class Team {
             share(num_units, std::max<int64_t>(1, num_units / (kPartsEach * size_)), work);
         }
 
+        // work() by one thread, while the others wait.
+        template <class Work>
+        void once(Work work) {
+            share(1, 1, [&](int64_t, int64_t) { work(); });
+        }
+
         // As `share`, but by one thread when there is little to do.
         template <class Work>
         void share_if(bool is_worth_it, int64_t num_units, Work work) {

@@ -120,7 +120,7 @@ struct TileAttention {
     Packed* weights;  // [kGroupRows, kTileTokens]
     RowStates rows;
     RowStates tile;  // of one group
-    const Element* keys[kTileBlocks + kPanelBlocks];  // behind the tile's own: what is read after them
+    const Element* keys[2 * kTileBlocks];  // the tile's own, and behind them what is read next
     const Element* values[kTileBlocks];
 
     TileAttention(Workspace& workspace, int num_rows, int head_dim_, float scale_)
@@ -160,10 +160,9 @@ struct TileAttention {
         }
     }
 
-    // After the tile's own keys are read, those of these blocks of `cache` will be, of which there may be fewer
-    // than a panel's.
+    // After the tile, keys of these blocks of `cache` will be read.
     void expect(const Element* cache, const int32_t* blocks, int64_t block_stride, int num_blocks) {
-        for (int i = 0; i < kPanelBlocks; ++i)
+        for (int i = 0; i < kTileBlocks; ++i)
             keys[num_blocks_ + i] = i < num_blocks ? cache + blocks[i] * block_stride : keys[num_blocks_ - 1];
     }
 
@@ -179,13 +178,10 @@ struct TileAttention {
             std::tie(result.maxima[i], result.sums[i]) =
                 weigh<Products>(scores + i * kTileTokens, std::max(seen[i], 0), num_blocks * kBlockSize,
                                 scale, weights + i * kTileTokens);
-        for (int dim = 0; dim < padded_dim; dim += kPanelColumns) {
-            int num_vectors = std::min(padded_dim - dim, kPanelColumns) / kWidth;
-            ValueColumns<Products> columns(values, padded_dim, dim);
-            pick_multiply<Products, ValueColumns<Products>>(num_rows, num_vectors)(
-                (const uint32_t*)weights, kTileTokens / Products::kPerWord, columns, result.values + dim,
-                padded_dim, num_blocks * ValueColumns<Products>::kBlockWords);
-        }
+        if (first == 0)
+            mix<true>(num_rows, num_blocks, result);
+        else
+            mix<false>(num_rows, num_blocks, result);
     }
 
    private:
@@ -213,6 +209,20 @@ struct TileAttention {
             pick_multiply<Products, KeyColumns<Products, num_ahead>>(num_rows, num_vectors)(
                 words, padded_dim / Products::kPerWord, columns, scores + vector * kWidth, kTileTokens,
                 depth);
+        }
+    }
+
+    // result.values: the values of the tile's first num_blocks blocks, by the weights. The first group calls in
+    // the keys that are read after the tile.
+    template <bool is_first>
+    void mix(int num_rows, int num_blocks, RowStates result) {
+        using Columns = ValueColumns<Products, is_first>;
+        for (int dim = 0; dim < padded_dim; dim += kPanelColumns) {
+            int num_vectors = std::min(padded_dim - dim, kPanelColumns) / kWidth;
+            Columns columns(values, keys + num_blocks_, padded_dim, dim);
+            pick_multiply<Products, Columns>(num_rows, num_vectors)(
+                (const uint32_t*)weights, kTileTokens / Products::kPerWord, columns, result.values + dim,
+                padded_dim, num_blocks * Columns::kBlockWords);
         }
     }
 

@@ -3,13 +3,17 @@ for, and asserts that no step uses a slot for anything else.
 
 It fails as a shard does: a sequence by itself, or a step as a whole, which leaves rubbish in its sequences'
 slots. What has failed is forgotten, and named as an error by steps that were sent before that was read.
+
+It cuts steps short as a shard does, where it may: what is left of the last chunk holds rubbish, and the next
+step for that sequence goes on from there, however far it was meant to get.
 """
 
 import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from headrace_router.scheduling.limits import Limits
-from headrace_router.scheduling.request import Request, Sequence
+from headrace_router.scheduling.request import Request, Sequence, Status
 from headrace_router.scheduling.step import PromptLogprobs, SampledToken, Step, StepResult
 
 VOCAB_SIZE = 50
@@ -97,6 +101,13 @@ class Device:
         """Whether the next step is refused with nothing changed, and with it the one that builds on it."""
         self.refused_ids: set[int] = set()
         """All sequences that were in such steps."""
+        self.cuts: Iterator[int] = iter(())
+        """Tokens that are left by those of the next steps that may be cut short, as far as they may leave so
+        many."""
+        self.shortened_ids: set[int] = set()
+        """All sequences that were cut short."""
+        self.seconds_of: Callable[[int], float] = lambda num_tokens: 0.0
+        """How long it takes to compute so many tokens."""
         self.slots: dict[tuple[int, int], int] = {}
         """By block and offset: the mark of what was computed there."""
 
@@ -142,6 +153,15 @@ class Device:
             if self.known[number].num_computed + num_tokens > self.poisons.get(number, 10**9):
                 self._fail_all(rows)
                 raise StepFailed
+        self._check_ends(step)
+        if num_left := self._num_left(step, rows):
+            number, num_tokens = rows[-1]
+            rows[-1] = number, num_tokens - num_left
+            start = self.known[number].num_computed
+            self._spoil(self.known[number], start + num_tokens - num_left, start + num_tokens)
+            self.shortened_ids.add(number)
+            result.shortened_id, result.num_left = number, num_left
+        result.forward_seconds = self.seconds_of(sum(num_tokens for _, num_tokens in rows))
         for number, num_tokens in rows:
             known = self.known[number]
             self._compute(known, num_tokens)
@@ -158,10 +178,39 @@ class Device:
                 known.token_ids.append(token_id)
                 known.marks += marks_of([token_id], known.salt, known.marks[-1])
                 result.tokens.append(SampledToken(sequence_id=number, token_id=token_id, logprob=-1.0))
-        wanted = [sequence.id for sequence in step.samplers if sequence.id in self.known]
-        assert samplers == wanted or self.refused_ids.intersection(samplers + wanted)
+        self._check_samplers(step, samplers)
         result.num_sequences = len(self.known)
         return result
+
+    def _num_left(self, step: Step, rows: list[tuple[int, int]]) -> int:
+        """Tokens that are left of the last sequence: only if nobody waits for what comes of it, and never
+        all."""
+        if not step.max_seconds or not rows:
+            return 0
+        number, num_tokens = rows[-1]
+        known = self.known[number]
+        is_silent = known.num_computed + num_tokens < len(known.token_ids) and not known.wants_prompt_logprobs
+        return min(next(self.cuts, 0), num_tokens - 1) if is_silent and num_tokens > 1 else 0
+
+    def _is_unheard(self, sequence: Sequence) -> bool:
+        """Whether the router may think that it is further than it is, for it has not asked any more."""
+        was_shortened = sequence.id in self.shortened_ids and sequence.status is Status.FINISHED
+        return was_shortened or sequence.id in self.refused_ids or sequence.id not in self.known
+
+    def _check_ends(self, step: Step) -> None:
+        """The router knows how far the chunks get, also those that go on where one before was cut short."""
+        num_tokens = {s.id: count for s, count in zip(step.sequences, step.num_tokens, strict=True)}
+        for sequence, end in step.chunks:
+            if not self._is_unheard(sequence):
+                assert end == self.known[sequence.id].num_computed + num_tokens[sequence.id]
+
+    def _check_samplers(self, step: Step, samplers: list[int]) -> None:
+        """The router knows who samples."""
+        wanted = [sequence for sequence in step.samplers if sequence.id in self.known]
+        missing = [sequence for sequence in wanted if sequence.id not in samplers]
+        assert all(self._is_unheard(sequence) for sequence in missing)
+        expected = [sequence.id for sequence in wanted if sequence not in missing]
+        assert samplers == expected or self.refused_ids.intersection(samplers)
 
     def _builds_on_refused(self, message: Message) -> bool:
         """Whether it names a sequence, or counts on a block, that came with a step that was refused."""
@@ -205,8 +254,12 @@ class Device:
         for number, num_tokens in rows:
             known = self.known.pop(number)
             self.failed.add(number)
-            for position in range(known.num_computed, known.num_computed + num_tokens):
-                self.slots[known.blocks[position // self._block_size], position % self._block_size] = -1
+            self._spoil(known, known.num_computed, known.num_computed + num_tokens)
+
+    def _spoil(self, known: Known, start: int, end: int) -> None:
+        """Rubbish is left where tokens `start` to `end` - 1 should have been computed."""
+        for position in range(start, end):
+            self.slots[known.blocks[position // self._block_size], position % self._block_size] = -1
 
 
 def marks_of(token_ids: list[int], salt: str, before: int | None = None) -> list[int]:

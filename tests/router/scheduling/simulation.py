@@ -198,6 +198,9 @@ class Simulation:
             assert [self.device.slots.get((block, offset)) for offset in range(block_size)] == marks
         running = [sequence for sequence in self.sequences if sequence.status is Status.RUNNING]
         assert self.scheduler.num_running == len(running)
+        for sequence in running:
+            assert sequence.num_confirmed <= sequence.num_computed
+            assert not sequence.num_ready or sequence.num_computed >= sequence.num_prefill
         num_slots = sum(len(sequence.blocks) for sequence in running) * block_size
         assert self.scheduler.num_unused_slots == num_slots - sum(s.num_computed for s in running) >= 0
         waiting = [sequence for sequence in self.sequences if sequence.status is Status.WAITING]

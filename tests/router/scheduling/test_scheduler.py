@@ -302,3 +302,19 @@ def test_a_lost_shard_fails_what_had_tokens_and_replays_the_rest_once() -> None:
     simulation.step()
     assert simulation.lose_shard() == [computing] or computing.num_replays == 1
     assert computing not in scheduler.waiting
+
+
+def test_whoever_gave_way_often_enough_keeps_its_blocks() -> None:
+    """A pool in which two have no room beside each other, and one of a better priority who never stops."""
+    limits = limits_of(num_blocks=12, block_size=4, max_step_tokens=2, max_step_sequences=2)
+    simulation = Simulation(Scheduler(limits))
+    again = simulation.add(request_of(1, 25))
+    victim = simulation.add(request_of(2, 32, variant=30, priority=1))
+    for variant in range(3000):
+        simulation.step()
+        if again.status is Status.FINISHED:
+            again = simulation.add(request_of(1, 25, variant=variant))
+        if victim.status is Status.FINISHED:
+            break
+    assert victim.finish_reason is FinishReason.LENGTH
+    assert victim.num_preemptions >= 2

@@ -4,7 +4,9 @@ What must hold after every single move is in `Simulation.check`, what must at th
 """
 
 from dataclasses import dataclass
+from itertools import cycle
 
+from headrace_router.scheduling.limits import Limits
 from headrace_router.scheduling.policy import Policy
 from headrace_router.scheduling.request import FinishReason, Request, Status
 from headrace_router.scheduling.scheduler import Scheduler
@@ -19,6 +21,9 @@ MAX_TOTAL = NUM_BLOCKS * BLOCK_SIZE
 
 STEMS = [tuple((7 * position + stem) % VOCAB_SIZE for position in range(MAX_TOTAL)) for stem in range(2)]
 """Prompts begin like one of these, so that many have a prefix in common."""
+
+FLAT, STEEP = ((1, 1.0), (1000, 1.1)), ((1, 0.01), (101, 0.11))
+"""What steps cost: so little that chunks are as long as they can be, or so much that they are bounded."""
 
 lengths = st.integers(1, MAX_TOTAL - 1).flatmap(
     lambda num_prompt: st.tuples(st.just(num_prompt), st.integers(1, MAX_TOTAL - num_prompt))
@@ -37,11 +42,33 @@ class Arrival:
     """Tokens past which the last of them fails."""
 
 
+@dataclass(frozen=True)
+class Hurry:
+    """Whether the shard cuts steps short: never without costs, for then nobody knows how long is too long."""
+
+    costs: tuple[tuple[int, float], ...]
+    cuts: list[int]
+    """Tokens that the steps leave that may be cut short, over and over."""
+
+
+hurries = st.builds(
+    Hurry, costs=st.sampled_from([FLAT, FLAT, STEEP, ()]), cuts=st.lists(st.integers(0, 12), max_size=5)
+)
+
+
+def _simulation(limits: Limits, hurry: Hurry, depth: int, policy: Policy | None = None) -> Simulation:
+    simulation = Simulation(Scheduler(limits, policy or Policy(), hurry.costs), depth=depth)
+    simulation.device.cuts = cycle(hurry.cuts)
+    return simulation
+
+
+any_lengths = st.one_of(lengths, st.tuples(st.integers(1, 12), st.integers(1, 8)))
+long_lengths = st.tuples(st.integers(16, MAX_TOTAL - 8), st.integers(1, 8))
+
+
 @st.composite
-def requests(draw: st.DrawFn) -> Request:
-    num_prompt, max_new_tokens = draw(
-        st.one_of(lengths, st.tuples(st.integers(1, 12), st.integers(1, 8))), label="lengths"
-    )
+def requests(draw: st.DrawFn, lengths: st.SearchStrategy[tuple[int, int]]) -> Request:
+    num_prompt, max_new_tokens = draw(lengths, label="lengths")
     stem, num_shared = draw(st.sampled_from(STEMS)), draw(st.integers(0, num_prompt))
     tail = draw(
         st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=num_prompt, max_size=num_prompt)
@@ -60,11 +87,17 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
-def arrivals(*, fail: bool) -> st.SearchStrategy[Arrival]:
+def arrivals(
+    *, fail: bool, lengths: st.SearchStrategy[tuple[int, int]] = any_lengths
+) -> st.SearchStrategy[Arrival]:
     never = st.just(None)
     point = st.one_of(never, never, never, st.integers(0, 16)) if fail else never
     return st.builds(
-        Arrival, request=requests(), num_siblings=st.sampled_from([1, 1, 1, 2, 4]), poison=point, fault=point
+        Arrival,
+        request=requests(lengths),
+        num_siblings=st.sampled_from([1, 1, 1, 2, 4]),
+        poison=point,
+        fault=point,
     )
 
 
@@ -111,6 +144,10 @@ def _play(simulation: Simulation, played: list[tuple[str, object]]) -> None:
                 sequence = simulation.sequences[which % len(simulation.sequences)]
                 simulation.scheduler.finish(sequence, FinishReason.CANCELLED)
                 simulation.check()
+            case "preempt", int(which) if simulation.scheduler.num_running:
+                running = [s for s in simulation.sequences if s.status is Status.RUNNING]
+                simulation.scheduler._placement._preempt(running[which % len(running)])
+                simulation.check()
             case "schedule", _:
                 simulation.schedule()
             case "answer", _ if simulation.in_flight:
@@ -134,6 +171,7 @@ def _finish(simulation: Simulation) -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     played=moves(fail=False),
+    hurry=hurries,
     depth=st.sampled_from([1, 2]),
     num_blocks=st.sampled_from([NUM_BLOCKS, 2 * NUM_BLOCKS]),
     max_step_tokens=st.integers(1, 40),
@@ -147,6 +185,7 @@ def _finish(simulation: Simulation) -> None:
 )
 def test_everybody_ends_with_the_output_it_would_have_alone(
     played: list[tuple[str, object]],
+    hurry: Hurry,
     depth: int,
     num_blocks: int,
     max_step_tokens: int,
@@ -160,7 +199,7 @@ def test_everybody_ends_with_the_output_it_would_have_alone(
         max_step_sequences=max_step_sequences,
         max_total_tokens=MAX_TOTAL,
     )
-    simulation = Simulation(Scheduler(limits, policy), depth=depth)
+    simulation = _simulation(limits, hurry, depth, policy)
     _play(simulation, played)
     _finish(simulation)
     if not policy.prefix_caching:
@@ -170,12 +209,17 @@ def test_everybody_ends_with_the_output_it_would_have_alone(
 @settings(max_examples=200, deadline=None)
 @given(
     played=moves(fail=True),
+    hurry=hurries,
     depth=st.sampled_from([1, 2]),
     max_step_tokens=st.integers(1, 40),
     max_step_sequences=st.integers(1, 8),
 )
 def test_whoever_makes_steps_fail_fails_alone(
-    played: list[tuple[str, object]], depth: int, max_step_tokens: int, max_step_sequences: int
+    played: list[tuple[str, object]],
+    hurry: Hurry,
+    depth: int,
+    max_step_tokens: int,
+    max_step_sequences: int,
 ) -> None:
     limits = limits_of(
         num_blocks=NUM_BLOCKS,
@@ -183,20 +227,68 @@ def test_whoever_makes_steps_fail_fails_alone(
         max_step_tokens=max_step_tokens,
         max_step_sequences=max_step_sequences,
     )
-    simulation = Simulation(Scheduler(limits), depth=depth)
+    simulation = _simulation(limits, hurry, depth)
+    _play(simulation, played)
+    _finish(simulation)
+
+
+@st.composite
+def long_moves(draw: st.DrawFn) -> list[tuple[str, object]]:
+    """Somebody decodes, long prompts come, and others again and again after a few turns of the loop."""
+    fail = draw(st.booleans())
+    longs = arrivals(fail=fail, lengths=long_lengths).map(lambda arrival: ("add", arrival))
+    turns = st.sampled_from([*[("schedule", 0), ("answer", 0)] * 3, ("step", 1), ("step", 4)])
+    troubles = st.tuples(st.sampled_from(["cancel"] if fail else ["cancel", "preempt"]), st.integers(0, 100))
+    if fail:
+        troubles = st.one_of(troubles, troubles, st.sampled_from([("refuse", 0), ("lose", 0)]))
+    played: list[tuple[str, object]] = []
+    for move in [draw(longs), *draw(st.lists(st.one_of(longs, troubles), min_size=2, max_size=8))]:
+        played += [move, *draw(st.lists(turns, min_size=1, max_size=8)), ("schedule", 0)]
+    return played
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    num_decoders=st.integers(1, 2),
+    played=long_moves(),
+    cuts=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    depth=st.sampled_from([1, 2, 2]),
+    num_blocks=st.sampled_from([NUM_BLOCKS, 2 * NUM_BLOCKS]),
+    max_step_tokens=st.integers(4, 16),
+)
+def test_whoever_is_cut_short_ends_as_if_alone(
+    num_decoders: int,
+    played: list[tuple[str, object]],
+    cuts: list[int],
+    depth: int,
+    num_blocks: int,
+    max_step_tokens: int,
+) -> None:
+    """What befalls long prompts that do not fit into a step, beside decodes for whose sake they are cut."""
+    limits = limits_of(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_step_tokens=max_step_tokens,
+        max_step_sequences=4,
+        max_total_tokens=MAX_TOTAL,
+    )
+    simulation = _simulation(limits, Hurry(FLAT, cuts), depth)
+    for variant in range(num_decoders):
+        simulation.add(request_of(3, 32, variant=variant))
+    simulation.step()
     _play(simulation, played)
     _finish(simulation)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(lengths, min_size=1, max_size=12), st.integers(4, 64), st.data())
+@given(st.lists(lengths, min_size=1, max_size=12), hurries, st.integers(4, 64), st.data())
 def test_a_cancel_between_schedule_and_update_harms_nobody(
-    wanted: list[tuple[int, int]], max_step_tokens: int, data: st.DataObject
+    wanted: list[tuple[int, int]], hurry: Hurry, max_step_tokens: int, data: st.DataObject
 ) -> None:
     limits = limits_of(
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_step_tokens=max_step_tokens, max_step_sequences=4
     )
-    simulation = Simulation(Scheduler(limits), depth=2)
+    simulation = _simulation(limits, hurry, depth=2)
     for variant, (num_prompt, max_new) in enumerate(wanted):
         simulation.add(request_of(num_prompt, max_new, variant=variant))
     for _ in range(len(wanted)):
@@ -211,13 +303,15 @@ def test_a_cancel_between_schedule_and_update_harms_nobody(
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(lengths, min_size=2, max_size=10), st.integers(4, 32), st.sampled_from([1, 2]))
-def test_the_oldest_always_gets_on(wanted: list[tuple[int, int]], max_step_tokens: int, depth: int) -> None:
+@given(st.lists(lengths, min_size=2, max_size=10), hurries, st.integers(4, 32), st.sampled_from([1, 2]))
+def test_the_oldest_always_gets_on(
+    wanted: list[tuple[int, int]], hurry: Hurry, max_step_tokens: int, depth: int
+) -> None:
     """Whatever happens to others, every step brings the oldest running sequence forward."""
     limits = limits_of(
         num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_step_tokens=max_step_tokens, max_step_sequences=4
     )
-    simulation = Simulation(Scheduler(limits), depth=depth)
+    simulation = _simulation(limits, hurry, depth)
     for variant, (num_prompt, max_new) in enumerate(wanted):
         simulation.add(request_of(num_prompt, max_new, variant=variant))
     while any(sequence.status is not Status.FINISHED for sequence in simulation.sequences):

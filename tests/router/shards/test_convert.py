@@ -33,16 +33,9 @@ PARAMS = SamplingParams(
 
 
 def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
-    new = _sequence(
-        2**63,
-        sampling=PARAMS,
-        min_new_tokens=2,
-        eos_token_ids=frozenset({9, 1}),
-        stop_token_ids=frozenset({4}),
-        top_n_tokens=3,
-        prompt_logprobs=True,
-        prompt_top_n_tokens=5,
-    )
+    ends = {"eos_token_ids": frozenset({9, 1}), "stop_token_ids": frozenset({4}), "min_new_tokens": 2}
+    tops = {"top_n_tokens": 3, "prompt_logprobs": True, "prompt_top_n_tokens": 5}
+    new = _sequence(2**63, sampling=PARAMS, **ends, **tops)
     message = convert.to_step_request(
         Step(
             id=8,
@@ -54,7 +47,23 @@ def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
             arrivals=[Arrival(sequence=new, num_computed=1)],
             dropped_ids=[4, 5],
             total_tokens=3,
+            max_seconds=0.25,
         )
+    )
+    sampling = pb.SamplingParams(
+        temperature=0.5,
+        top_k=4,
+        top_p=0.75,
+        min_p=0.25,
+        typical_p=0.5,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        seed=2**64 - 1,
+        bias_token_ids=[3, 4],
+        bias_values=[-1.5, 100.0],
+        min_new_tokens=2,
+        suppressed_token_ids=[1, 4, 9],
     )
     assert message == pb.StepRequest(
         step_id=8,
@@ -65,6 +74,7 @@ def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
         new_blocks=[7, 1, 2],
         copied_from=[9, 9],
         copied_to=[1, 2],
+        max_seconds=0.25,
         new_sequences=[
             pb.NewSequence(
                 id=2**63,
@@ -74,21 +84,7 @@ def test_new_sequences_travel_in_full_and_known_ones_as_differences() -> None:
                 top_n_tokens=3,
                 prompt_logprobs=True,
                 prompt_top_n_tokens=5,
-                sampling=pb.SamplingParams(
-                    temperature=0.5,
-                    top_k=4,
-                    top_p=0.75,
-                    min_p=0.25,
-                    typical_p=0.5,
-                    repetition_penalty=1.5,
-                    presence_penalty=-0.5,
-                    frequency_penalty=0.25,
-                    seed=2**64 - 1,
-                    bias_token_ids=[3, 4],
-                    bias_values=[-1.5, 100.0],
-                    min_new_tokens=2,
-                    suppressed_token_ids=[1, 4, 9],
-                ),
+                sampling=sampling,
             )
         ],
     )
@@ -129,6 +125,8 @@ def test_a_result() -> None:
             sample_seconds=0.25,
             idle_seconds=0.125,
             num_sequences=2,
+            shortened_id=2**63,
+            num_left=7,
         )
     )
     assert result.tokens == [
@@ -142,6 +140,12 @@ def test_a_result() -> None:
     assert result.errors == [(9, "no")]
     assert (result.num_sequences, result.idle_seconds) == (2, 0.125)
     assert (result.forward_seconds, result.sample_seconds) == (0.5, 0.25)
+    assert (result.shortened_id, result.num_left) == (2**63, 7)
+
+
+def test_a_step_takes_its_time_and_leaves_nothing_unless_it_says_so() -> None:
+    assert convert.to_step_request(_arrival(_sequence(1))).max_seconds == 0
+    assert convert.from_step_response(pb.StepResponse(ids=[1], token_ids=[2], logprobs=[-1.0])).num_left == 0
 
 
 def test_info_and_warmup() -> None:

@@ -60,10 +60,12 @@ def laid_out(kernels: PagedKernels, keys: Tensor, values: Tensor) -> tuple[Tenso
     # The rest of a word counts, as zero; what is behind it may be anything.
     keys = pad(pad(keys, (0, -head_dim % word)), (0, -(-(-head_dim // word) * word) % 16), value=torch.nan)
     values = pad(values, (0, -head_dim % 16), value=torch.nan)
-    shape = keys.shape
+    shape = num_blocks, num_heads, size, row = keys.shape
+    words_of_keys = keys.view(num_blocks, num_heads, size, row // word, word)
+    words_of_values = values.view(num_blocks, num_heads, size // word, word, row)
     return (
-        keys.unflatten(3, (-1, word)).transpose(2, 3).contiguous().view(shape),
-        values.unflatten(2, (-1, word)).transpose(3, 4).contiguous().view(shape),
+        words_of_keys.transpose(2, 3).contiguous().view(shape),
+        words_of_values.transpose(3, 4).contiguous().view(shape),
     )
 
 
