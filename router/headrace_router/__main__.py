@@ -25,7 +25,7 @@ from types import FrameType
 import uvicorn
 import uvloop
 from headrace_proto import logs
-from headrace_proto.process import die_with_parent
+from headrace_proto.process import die_with_parent, keep_what_is_loaded
 from headrace_proto.settings import SettingsError, load_or_exit
 from starlette.types import ASGIApp
 
@@ -262,6 +262,7 @@ def main() -> None:
         service = create_service(config)
     except (StartupError, SettingsError) as error:
         sys.exit(f"{PROGRAM}: error: {error}")
+    keep_what_is_loaded()
     failure = uvloop.run(_run(service, bound, metrics))
     if isinstance(failure, StartupError):
         sys.exit(f"{PROGRAM}: error: {failure}")

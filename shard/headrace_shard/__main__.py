@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from headrace_proto import logs
-from headrace_proto.process import PARENT_VARIABLE, die_with_parent
+from headrace_proto.process import PARENT_VARIABLE, die_with_parent, keep_what_is_loaded
 from headrace_proto.settings import SettingsError, load_or_exit
 
 from headrace_shard.config import ShardConfig
@@ -130,6 +130,7 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
         level = logging.DEBUG if PARENT_VARIABLE in os.environ else logging.INFO
         for note in loaded.notes:
             logger.log(level, "%s", note)
+        keep_what_is_loaded()
         asyncio.run(_answer(config, loaded, place, stop_signal, started))
     except DeviceLost as error:
         _refuse(str(error), 1)

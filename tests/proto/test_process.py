@@ -77,3 +77,24 @@ def test_process_started_by_hand_is_left_alone() -> None:
 
 def test_environment_names_this_process() -> None:
     assert environment_for_child() == {PARENT_VARIABLE: str(os.getpid())}
+
+
+def test_what_is_loaded_is_not_looked_at_again() -> None:
+    script = """
+import gc, sys
+from headrace_proto.process import keep_what_is_loaded
+
+loaded = [[] for _ in range(100_000)]
+ring = []
+ring.append(ring)
+del ring
+keep_what_is_loaded()
+seen = len(gc.get_objects())
+assert gc.get_freeze_count() > 100_000, gc.get_freeze_count()
+assert seen < 1_000, seen
+ring = []
+ring.append(ring)
+del ring
+assert gc.collect() == 1
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
