@@ -204,7 +204,7 @@ def test_a_step_that_is_cut_short_is_measured_by_what_it_computed() -> None:
     simulation.run()
     mixed = [step for step in simulation.steps[1:] if step.chunks]
     # All steps took exactly what is expected of so many tokens, so the bound stays where it was: 2 decodes
-    # take 11 ms, 26.4 ms are aimed at.
-    assert [step.total_tokens for step in mixed[:-1]] == [17] * (len(mixed) - 1)
+    # take 11 ms, 25.7 ms are aimed at.
+    assert [step.total_tokens for step in mixed[:-1]] == [16] * (len(mixed) - 1)
     assert sum(step.total_tokens - 2 for step in mixed) == 200 + 10 * 8
     simulation.check_over()
