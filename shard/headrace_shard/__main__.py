@@ -189,9 +189,9 @@ def _let_threads_sleep(environment: MutableMapping[str, str]) -> None:
     """Settings that OpenMP's runtime reads when torch loads it.
 
     A thread that spins while it waits for its team keeps the router and the clients off its core: a step of a
-    small model then took 39 ms in place of 2.4 ms. But one that sleeps at once has to be woken some hundred
-    times a step. 300 looks, some microseconds, are no burden to others, and a step of one token takes two
-    thirds of the time; ten times as many help little more, and hurt where a core is shared.
+    small model then took 39 ms in place of 2.4 ms. But one that sleeps at once has to be woken for each of
+    torch's own operations. 300 looks, some microseconds, are no burden to others. Within the blocks of a
+    network our kernels wait for each other in their own way (kernels/team.h).
     """
     if "OMP_WAIT_POLICY" not in environment:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
