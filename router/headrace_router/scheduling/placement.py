@@ -4,7 +4,8 @@ In this order:
 
 1. Decodes: every running sequence whose prefill is scheduled to its end gets one token, the best priority and
    the oldest first. A sequence that reaches a new block takes one; when none is available, the youngest of
-   the worst priority is preempted (it gives up its blocks and waits with all it has generated).
+   the worst priority is preempted (it gives up its blocks and waits with all it has generated), unless that
+   one has given way often enough (`running.py`).
 2. Prefills: what is left of the step's token budget, or what the decodes can bear (`chunking.py`), is shared
    among running prefills and those that wait and could join now (`admission.py`).
 

@@ -23,9 +23,9 @@ void write_tokens(const Write& call, int64_t first, int64_t last) {
 
 template <class Products>
 void write_shared(Team::Member& member, const Write& call) {
-    int64_t num_numbers = call.num_tokens * call.num_kv_heads * call.head_dim;
-    member.share_if(num_numbers >= kMinShared, call.num_tokens,
-                    [&](int64_t first, int64_t last) { write_tokens<Products>(call, first, last); });
+    member.share_numbers(call.num_tokens, call.num_kv_heads * call.head_dim, [&](int64_t first, int64_t last) {
+        write_tokens<Products>(call, first, last);
+    });
 }
 
 void write(Team::Member& member, Format format, const Write& call) {

@@ -17,8 +17,7 @@ void multiply(Team::Member& member, Format format, const Product& call) {
 template <class Storage>
 void normalise_shared(Team::Member& member, const Norm& call) {
     using Element = typename Storage::Element;
-    bool is_shared = call.num_rows * call.size >= kMinShared;
-    member.share_if(is_shared, call.num_rows, [&](int64_t first, int64_t last) {
+    member.share_numbers(call.num_rows, call.size, [&](int64_t first, int64_t last) {
         normalise<Storage>((const Element*)call.x + first * call.x_stride, call.x_stride,
                            (const Element*)call.weight, (Element*)call.y + first * call.size, last - first,
                            call.size, call.epsilon);
@@ -36,8 +35,7 @@ void normalise(Team::Member& member, Format format, const Norm& call) {
 template <class Storage>
 void rotate_shared(Team::Member& member, const Turn& call) {
     using Element = typename Storage::Element;
-    bool is_shared = call.num_tokens * call.num_heads * call.head_dim >= kMinShared;
-    member.share_if(is_shared, call.num_tokens, [&](int64_t first, int64_t last) {
+    member.share_numbers(call.num_tokens, call.num_heads * call.head_dim, [&](int64_t first, int64_t last) {
         rotate<Storage>((Element*)call.heads + first * call.token_stride, call.token_stride, last - first,
                         call.num_heads, call.head_dim, call.cos + first * call.head_dim,
                         call.sin + first * call.head_dim);

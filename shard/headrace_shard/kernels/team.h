@@ -69,10 +69,10 @@ class Team {
             share(1, 1, [&](int64_t, int64_t) { work(); });
         }
 
-        // As `share`, but by one thread when there is little to do.
+        // As `share` for units of so many numbers each, but by one thread when there is little to do.
         template <class Work>
-        void share_if(bool is_worth_it, int64_t num_units, Work work) {
-            if (is_worth_it)
+        void share_numbers(int64_t num_units, int64_t unit_size, Work work) {
+            if (num_units * unit_size >= kMinShared)
                 share(num_units, work);
             else
                 share(num_units, std::max<int64_t>(1, num_units), work);
