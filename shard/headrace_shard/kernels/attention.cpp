@@ -29,21 +29,13 @@ void write_shared(Team::Member& member, const Write& call) {
 }
 
 void write(Team::Member& member, Format format, const Write& call) {
-    switch (format) {
-        case Format::float32: return write_shared<FloatProducts<Float32>>(member, call);
-        case Format::bfloat16: return write_shared<BFloat16Products>(member, call);
-        case Format::float16: return write_shared<FloatProducts<Float16>>(member, call);
-    }
+    with_products(format, [&](auto products) { write_shared<decltype(products)>(member, call); });
 }
 
 void attend(Team::Member& member, Format format, const Attend& call, const Plan& plan, float* partials) {
-    switch (format) {
-        case Format::float32:
-            return Attention<FloatProducts<Float32>>(call, plan, partials).run(member);
-        case Format::bfloat16: return Attention<BFloat16Products>(call, plan, partials).run(member);
-        case Format::float16:
-            return Attention<FloatProducts<Float16>>(call, plan, partials).run(member);
-    }
+    with_products(format, [&](auto products) {
+        Attention<decltype(products)>(call, plan, partials).run(member);
+    });
 }
 
 }  // namespace headrace
@@ -51,7 +43,7 @@ void attend(Team::Member& member, Format format, const Attend& call, const Plan&
 using namespace headrace;
 
 const char* headrace_instructions() {
-    return kInstructions;
+    return instructions();
 }
 
 void headrace_write(

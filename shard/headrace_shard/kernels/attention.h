@@ -12,6 +12,8 @@ template <class Products>
 class Attention {
     using Element = typename Products::Element;
     using Tiles = TileAttention<Products>;
+    static constexpr int kGroupRows = Tiles::kGroupRows;
+    static_assert(kGroupRows <= kMaxMerged);
 
    public:
     Attention(const Attend& call, const Plan& plan, float* partials)
@@ -49,9 +51,10 @@ class Attention {
             tiles.open(key_cache, value_cache, blocks(item, tile), block_stride,
                        std::min(kTileTokens, item.num_visible - start));
             if (tile + 1 < task.last_tile)
-                tiles.expect(key_cache, blocks(item, tile + 1), block_stride, num_blocks(item, tile + 1));
+                tiles.expect(key_cache, value_cache, blocks(item, tile + 1), block_stride,
+                             num_blocks(item, tile + 1));
             else
-                expect_task(tiles, task_index + num_threads, key_cache);
+                expect_task(tiles, task_index + num_threads);
             int first_visible = item.num_visible - item.num_tokens + 1 - start;  // tokens that row 0 sees
             for (int row = 0; row < num_rows; row += kGroupRows)
                 attend_group(tiles, item, tile, row, std::min(kGroupRows, num_rows - row), first_visible);
@@ -60,12 +63,14 @@ class Attention {
     }
 
     // The thread will probably take this task next.
-    void expect_task(Tiles& tiles, int64_t task_index, const Element* key_cache) const {
+    void expect_task(Tiles& tiles, int64_t task_index) const {
         int64_t head_elements = block_elements(call_.head_dim), stride = head_elements * call_.num_kv_heads;
-        if (task_index >= (int64_t)plan_.tasks.size()) return tiles.expect(key_cache, nullptr, stride, 0);
+        if (task_index >= (int64_t)plan_.tasks.size())
+            return tiles.expect(nullptr, nullptr, nullptr, stride, 0);
         const Task& task = plan_.tasks[task_index];
         const Item& item = plan_.items[task.item];
         tiles.expect((const Element*)call_.key_cache + item.kv_head * head_elements,
+                     (const Element*)call_.value_cache + item.kv_head * head_elements,
                      blocks(item, task.first_tile), stride, num_blocks(item, task.first_tile));
     }
 

@@ -10,7 +10,7 @@
 // behind head_dim, may be anything.
 #pragma once
 
-#include "products.h"
+#include "amx.h"
 
 namespace headrace {
 
@@ -69,6 +69,17 @@ struct KeyColumns {
             __builtin_prefetch(ahead[j * num_ahead + i] + offset, 0, 2);
         return Products::load_columns(vectors[j] + offset);
     }
+
+    static constexpr int kMaxWords = 16;  // of a matrix, see amx.h
+    static constexpr int64_t word_bytes() { return kBlockSize * 4; }
+    const Element* matrix(int64_t k, int j) const {
+        int64_t offset = k * kBlockSize * Products::kPerWord;
+        if constexpr (num_ahead > 0)
+#pragma GCC unroll 16
+            for (int i = 0; i < kMaxWords; ++i)
+                __builtin_prefetch((const char*)(ahead[j * num_ahead] + offset) + i * word_bytes(), 0, 2);
+        return vectors[j] + offset;
+    }
 };
 
 // Values of the blocks, a number each, from number `first` on; the depth runs through the blocks. Blocks `ahead`
@@ -91,6 +102,13 @@ struct ValueColumns {
         int64_t offset = k % kBlockWords * row + first + j * kWidth * Products::kPerWord;
         if constexpr (has_ahead) __builtin_prefetch(ahead[k / kBlockWords] + offset, 0, 2);
         return Products::load_columns(blocks[k / kBlockWords] + offset);
+    }
+
+    // For matrices the blocks lie one behind the other.
+    static constexpr int kMaxWords = 16;
+    int64_t word_bytes() const { return row * (int64_t)sizeof(Element); }
+    const Element* matrix(int64_t k, int j) const {
+        return blocks[0] + k * row + first + j * kWidth * Products::kPerWord;
     }
 };
 

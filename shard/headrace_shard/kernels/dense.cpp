@@ -7,11 +7,7 @@
 namespace headrace {
 
 void multiply(Team::Member& member, Format format, const Product& call) {
-    switch (format) {
-        case Format::float32: return WeightProduct<FloatProducts<Float32>>(call).run(member);
-        case Format::bfloat16: return WeightProduct<BFloat16Products>(call).run(member);
-        case Format::float16: return WeightProduct<FloatProducts<Float16>>(call).run(member);
-    }
+    with_products(format, [&](auto products) { WeightProduct<decltype(products)>(call).run(member); });
 }
 
 template <class Storage>

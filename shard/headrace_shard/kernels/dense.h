@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "computations.h"
-#include "products.h"
+#include "amx.h"
 
 namespace headrace {
 
@@ -26,11 +26,27 @@ inline Floats silu(Floats x) {
 template <class Products>
 struct PanelColumns {
     const typename Products::Element* panel;
+    bool is_fresh;  // not read yet by this thread: what follows is called in
     Words operator()(int64_t k, int j) const {
-        const typename Products::Element* words =
-            panel + (k * kPanelColumns + j * kWidth) * Products::kPerWord;
+        const typename Products::Element* words = at(k, j);
         __builtin_prefetch((const char*)words + kAhead, 0, 2);
         return Products::load_columns(words);
+    }
+
+    static constexpr int kMaxWords = 16;  // of a matrix, see amx.h
+    static constexpr int64_t word_bytes() { return kPanelColumns * 4; }
+    const typename Products::Element* matrix(int64_t k, int j) const {
+        const typename Products::Element* words = at(k, j);
+        if (is_fresh)
+#pragma GCC unroll 16
+            for (int i = 0; i < kMaxWords; ++i)
+                __builtin_prefetch((const char*)words + kAhead + i * word_bytes(), 0, 2);
+        return words;
+    }
+
+   private:
+    const typename Products::Element* at(int64_t k, int j) const {
+        return panel + (k * kPanelColumns + j * kWidth) * Products::kPerWord;
     }
 };
 
@@ -39,6 +55,8 @@ class WeightProduct {
     using Storage = typename Products::Stored;
     using Element = typename Products::Element;
     static constexpr int kPerWord = Products::kPerWord;
+    static constexpr int kGroupRows = Multiplier<Products>::kGroupRows;
+    static constexpr int64_t kUnitGroups = Multiplier<Products>::kUnitGroups;
     // Whether rows of x are widened to floats before they are multiplied.
     static constexpr bool kIsWidened = sizeof(Element) != sizeof(typename Products::Packed);
 
@@ -49,26 +67,26 @@ class WeightProduct {
           num_panels_((call.num_results * (call.is_gated ? 2 : 1) + kPanelColumns - 1) / kPanelColumns),
           num_groups_((call.num_rows + kGroupRows - 1) / kGroupRows) {}
 
+    // A unit is a piece of a panel and a piece of the rows: who has read the weights multiplies many rows by them.
     void run(Team::Member& member) {
-        // A unit is a group of rows and a panel, or one vector of a panel where one group is all there is.
-        bool is_by_vector = num_groups_ == 1 && !call_.is_gated;
-        int64_t per_panel = is_by_vector ? kPanelVectors : num_groups_;
-        member.share(num_panels_ * per_panel, [&](int64_t unit, int64_t last) {
-            while (unit < last) {
-                int64_t panel = unit / per_panel, begin = unit % per_panel;
-                int64_t end = std::min(per_panel, begin + last - unit);
-                if (is_by_vector)
-                    multiply_group(panel, 0, (int)begin, (int)end);
-                else
-                    for (int64_t group = begin; group < end; ++group)
-                        multiply_group(panel, group, 0, kPanelVectors);
-                unit += end - begin;
+        int num_vectors = call_.is_gated ? kPanelVectors : Multiplier<Products>::unit_vectors(num_groups_);
+        int64_t num_row_pieces = (num_groups_ + kUnitGroups - 1) / kUnitGroups;
+        int64_t per_panel = kPanelVectors / num_vectors * num_row_pieces;
+        member.share(num_panels_ * per_panel, [&](int64_t first, int64_t last) {
+            Multiplier<Products> multiply;
+            for (int64_t unit = first; unit < last; ++unit) {
+                int64_t panel = unit / per_panel, row_piece = unit % num_row_pieces;
+                int vector = (int)(unit % per_panel / num_row_pieces) * num_vectors;
+                int64_t group = row_piece * kUnitGroups, end = std::min(group + kUnitGroups, num_groups_);
+                for (bool is_fresh = true; group < end; ++group, is_fresh = false)
+                    multiply_group(multiply, panel, group, vector, vector + num_vectors, is_fresh);
             }
         });
     }
 
    private:
-    void multiply_group(int64_t panel, int64_t group, int first_vector, int last_vector) {
+    void multiply_group(Multiplier<Products>& multiply, int64_t panel, int64_t group, int first_vector,
+                        int last_vector, bool is_fresh) {
         int64_t first_row = group * kGroupRows;
         int num_rows = (int)std::min<int64_t>(kGroupRows, call_.num_rows - first_row);
         const Element* x = (const Element*)call_.x + first_row * call_.x_stride;
@@ -80,9 +98,9 @@ class WeightProduct {
         }
         const Element* weight = (const Element*)call_.weight + panel * depth_ * kPanelColumns * kPerWord;
         alignas(64) float totals[kGroupRows * kPanelColumns];
-        PanelColumns<Products> columns{weight + first_vector * kWidth * kPerWord};
-        pick_multiply<Products, PanelColumns<Products>>(num_rows, last_vector - first_vector)(
-            words, stride, columns, totals + first_vector * kWidth, kPanelColumns, depth_);
+        PanelColumns<Products> columns{weight + first_vector * kWidth * kPerWord, is_fresh};
+        multiply(num_rows, last_vector - first_vector, words, stride, columns, totals + first_vector * kWidth,
+                 kPanelColumns, depth_);
         finish_rows(first_row, num_rows, panel, first_vector, last_vector, totals);
     }
 

@@ -20,12 +20,19 @@ struct BFloat16 {
     static Floats load(const Element* source) {
         return (Floats)(__builtin_convertvector(headrace::load<Shorts>(source), Words) << 16);
     }
+#if defined(HEADRACE_AVX512) && defined(__AVX512BF16__)
+    // Subnormal numbers become zero, as they do in products of pairs.
+    static void store(Element* target, Floats values) {
+        _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh((__m512)values));
+    }
+#else
     static void store(Element* target, Floats values) {
         Words bits = (Words)values;
         Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
         Words quiet_nan = (bits >> 16) | 0x40u;
         headrace::store(target, __builtin_convertvector(values == values ? rounded : quiet_nan, Shorts));
     }
+#endif
 };
 
 struct Float16 {

@@ -13,6 +13,7 @@
 namespace headrace {
 
 constexpr int kTaskRows = 288;  // query rows that find a tile in the processor's cache
+constexpr int kTileRows = 6;    // rows that cost as much as to bring a tile in
 
 // Rows of one sequence that share one key-value head: row = token * group + head within the group.
 struct Item {
@@ -58,7 +59,7 @@ inline Plan make_plan(const Attend& call, int num_threads) {
             int count = (int)((int64_t)num_tokens * (part + 1) / num_parts) - first;
             for (int kv_head = 0; kv_head < call.num_kv_heads; ++kv_head) {
                 plan.items.push_back({sequence, kv_head, first, count, num_cached + first + count, -1});
-                total_cost += (count * group + kGroupRows) * (int64_t)plan.items.back().num_visible;
+                total_cost += (count * group + kTileRows) * (int64_t)plan.items.back().num_visible;
             }
         }
     }
@@ -69,7 +70,7 @@ inline Plan make_plan(const Attend& call, int num_threads) {
     for (int index = 0; index < (int)plan.items.size(); ++index) {
         Item& item = plan.items[index];
         int num_rows = item.num_tokens * group, num_tiles = item.num_tiles();
-        int64_t token_cost = num_rows + kGroupRows, cost = token_cost * item.num_visible;
+        int64_t token_cost = num_rows + kTileRows, cost = token_cost * item.num_visible;
         int num_tasks = 1;
         if (num_threads > 1 && num_tiles > 1 && cost > large_cost) {
             num_tasks = (int)std::min<int64_t>(num_tiles, (cost + small_cost - 1) / small_cost);

@@ -10,7 +10,6 @@
 
 namespace headrace {
 
-constexpr int kGroupRows = 6;  // rows of A that share a pass over B; with kPanelVectors fills the registers
 constexpr int kPanelColumns = kPanelVectors * kWidth;
 
 // Products of floats: A is widened beforehand, B when it is read.
@@ -23,6 +22,10 @@ struct FloatProducts {
     static Words load_columns(const Element* source) { return (Words)Storage::load(source); }
     static Floats add_product(Floats total, Words a, Words b) { return total + (Floats)a * (Floats)b; }
     static void store_packed(Packed* target, Floats values) { store(target, values); }
+    static void store_packed(Packed* target, Floats first, Floats second) {
+        store(target, first);
+        store(target + kWidth, second);
+    }
     static Floats weight(Floats x) { return exp2(x); }
 };
 
@@ -41,6 +44,10 @@ struct PairProducts {
     static void store_packed(Packed* target, Floats values) {
         _mm256_storeu_si256((__m256i*)target, (__m256i)_mm512_cvtneps_pbh((__m512)values));
     }
+    // In half the time that two take one by one.
+    static void store_packed(Packed* target, Floats first, Floats second) {
+        _mm512_storeu_si512(target, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+    }
     // 2^x with a relative error below 1.1e-4: bfloat16 is rounded twenty times as much.
     static Floats weight(Floats x) {
         Floats rest = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
@@ -55,6 +62,10 @@ using BFloat16Products = PairProducts;
 #else
 using BFloat16Products = FloatProducts<BFloat16>;
 #endif
+
+// One thread's way to multiply: at most kGroupRows rows by at most kPanelVectors vectors at once.
+template <class Products>
+class Multiplier;
 
 // Columns: columns(k, j) is vector j of B's words number k. Strides in words (A) and floats (C).
 template <class Products, class Columns>
@@ -92,11 +103,22 @@ Multiply<Products, Columns> pick_multiply(int num_rows, int num_vectors,
     return table[(num_rows - 1) * kPanelVectors + num_vectors - 1];
 }
 
-// The product for at most kGroupRows rows and kPanelVectors vectors.
-template <class Products, class Columns>
-Multiply<Products, Columns> pick_multiply(int num_rows, int num_vectors) {
-    return pick_multiply<Products, Columns>(
-        num_rows, num_vectors, std::make_integer_sequence<int, kGroupRows * kPanelVectors>{});
-}
+template <class Products>
+class Multiplier {
+   public:
+    static constexpr int kGroupRows = 6;  // with kPanelVectors fills the registers
+    // Groups of rows, and vectors of a panel, that a thread takes on at once.
+    static constexpr int kUnitGroups = 1;
+    static int unit_vectors(int64_t num_groups) { return num_groups == 1 ? 1 : kPanelVectors; }
+    static constexpr bool kNeedsEvenWords = false;  // columns may lie in any order
+
+    template <class Columns>
+    void operator()(int num_rows, int num_vectors, const uint32_t* a, int64_t a_stride, const Columns& columns,
+                    float* c, int64_t c_stride, int64_t depth) const {
+        pick_multiply<Products, Columns>(
+            num_rows, num_vectors, std::make_integer_sequence<int, kGroupRows * kPanelVectors>{})(
+            a, a_stride, columns, c, c_stride, depth);
+    }
+};
 
 }  // namespace headrace

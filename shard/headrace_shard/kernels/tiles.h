@@ -31,9 +31,11 @@ struct RowStates {
     }
 };
 
-// Adds to at most kGroupRows rows what they see of one tile. Compiled once, so that all callers round alike.
+constexpr int kMaxMerged = 32;  // rows that are merged at once
+
+// Adds to at most kMaxMerged rows what they see of one tile. Compiled once, so that all callers round alike.
 __attribute__((noinline)) inline void merge(RowStates rows, RowStates tile, int num_rows) {
-    constexpr int kLanes = (kGroupRows + kWidth - 1) / kWidth * kWidth;
+    constexpr int kLanes = (kMaxMerged + kWidth - 1) / kWidth * kWidth;
     float keep[kLanes], take[kLanes];
     for (int lane = 0; lane < num_rows; lane += kWidth) {
         int count = num_rows - lane < kWidth ? num_rows - lane : kWidth;
@@ -59,34 +61,51 @@ __attribute__((noinline)) inline void merge(RowStates rows, RowStates tile, int 
     }
 }
 
-// Softmax of one row: scores[0 .. num_visible - 1] -> weights under their own maximum, zeros up to
-// num_columns (a multiple of kWidth). `scale` is not negative and includes log2(e). NaN scores make the sum
-// NaN. Gives maximum and sum.
+constexpr int kAtOnce = 4;  // vectors of a row, so that none waits for the one before
+
+// The largest of scores[0 .. num_visible - 1], NaN aside.
+inline float highest(const float* scores, int num_visible) {
+    int whole = num_visible / kWidth * kWidth, column = 0;
+    Floats found[kAtOnce] = {splat(-INFINITY), splat(-INFINITY), splat(-INFINITY), splat(-INFINITY)};
+    for (; column + kAtOnce * kWidth <= whole; column += kAtOnce * kWidth)
+#pragma GCC unroll 4
+        for (int i = 0; i < kAtOnce; ++i)
+            found[i] = maximum(load<Floats>(scores + column + i * kWidth), found[i]);
+    for (; column < whole; column += kWidth) found[0] = maximum(load<Floats>(scores + column), found[0]);
+    if (whole < num_visible) {
+        Ints rest = first_lanes(num_visible - whole);
+        found[1] = maximum(rest ? load<Floats>(scores + whole) : splat(-INFINITY), found[1]);
+    }
+    return largest(maximum(maximum(found[0], found[1]), maximum(found[2], found[3])));
+}
+
+// Softmax of one row: scores[0 .. num_visible - 1] -> weights, zeros up to num_columns (a multiple of kWidth).
+// `scale` is not negative and includes log2(e), `top` is the largest score times scale. NaN scores make the sum
+// NaN. Gives the sum.
 template <class Products>
-std::pair<float, float> weigh(const float* scores, int num_visible, int num_columns, float scale,
-                              typename Products::Packed* weights) {
-    int whole = num_visible / kWidth * kWidth;
+float weigh(const float* scores, int num_visible, int num_columns, float scale, float top,
+            typename Products::Packed* weights) {
+    int whole = num_visible / kWidth * kWidth, column = 0;
     Ints rest = first_lanes(num_visible - whole);
-    Floats highest = splat(-INFINITY);
-    for (int column = 0; column < whole; column += kWidth)
-        highest = maximum(load<Floats>(scores + column), highest);
-    if (whole < num_visible)
-        highest = maximum(rest ? load<Floats>(scores + whole) : splat(-INFINITY), highest);
-    float top = largest(highest) * scale;
-    Floats total = {};
-    for (int column = 0; column < whole; column += kWidth) {
-        Floats weight = Products::weight(load<Floats>(scores + column) * scale - top);
-        total += weight;
+    Floats totals[kAtOnce] = {};
+    auto weight_of = [&](int column) { return Products::weight(load<Floats>(scores + column) * scale - top); };
+    for (; column + kAtOnce * kWidth <= whole; column += kAtOnce * kWidth) {
+        Floats some[kAtOnce];
+#pragma GCC unroll 4
+        for (int i = 0; i < kAtOnce; ++i) totals[i] += some[i] = weight_of(column + i * kWidth);
+        Products::store_packed(weights + column, some[0], some[1]);
+        Products::store_packed(weights + column + 2 * kWidth, some[2], some[3]);
+    }
+    for (; column < num_columns; column += kWidth) {
+        Floats weight = weight_of(column);
+        if (column >= whole) {
+            weight = rest ? weight : Floats{};
+            rest = Ints{};
+        }
+        totals[0] += weight;
         Products::store_packed(weights + column, weight);
     }
-    for (int column = whole; column < num_columns; column += kWidth) {
-        Floats weight = Products::weight(load<Floats>(scores + column) * scale - top);
-        weight = rest ? weight : Floats{};
-        rest = Ints{};
-        total += weight;
-        Products::store_packed(weights + column, weight);
-    }
-    return {top, sum(total)};
+    return sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
 }
 
 // A query as words: head_dim numbers, zeros up to padded_dim.
@@ -108,29 +127,36 @@ template <class Products>
 struct TileAttention {
     using Packed = typename Products::Packed;
     using Element = typename Products::Element;
+    static constexpr int kGroupRows = Multiplier<Products>::kGroupRows;
     static constexpr int kTileBlocks = kTileTokens / kBlockSize;
+    // Whether the values of a tile are copied, so that words all over it are the same distance apart.
+    static constexpr bool kGathers = Multiplier<Products>::kNeedsEvenWords;
+    // From one row of scores or weights to the next: not a power of two, or the rows would all want the same few
+    // lines of the processor's cache.
+    static constexpr int kRowTokens = kTileTokens + 32;
     static constexpr int kPanelBlocks = std::max(1, kPanelColumns / kBlockSize);
 
     int head_dim;
     int padded_dim;
     float scale;      // times log2(e)
     Packed* queries;  // [rows, padded_dim]
-    Element* last;    // a block of values of which not all tokens count
-    float* scores;    // [kGroupRows, kTileTokens]
-    Packed* weights;  // [kGroupRows, kTileTokens]
+    Element* copied;  // values: of a block of which not all tokens count, or of all blocks
+    float* scores;    // [kGroupRows, kRowTokens]
+    Packed* weights;  // [kGroupRows, kRowTokens]
     RowStates rows;
     RowStates tile;  // of one group
-    const Element* keys[2 * kTileBlocks];  // the tile's own, and behind them what is read next
+    const Element* keys[kTileBlocks + kPanelBlocks];  // the tile's own, and behind them what is read next
     const Element* values[kTileBlocks];
+    const Element* ahead[kTileBlocks];  // what is read first of the next tile: keys, or values that are copied
 
     TileAttention(Workspace& workspace, int num_rows, int head_dim_, float scale_)
         : head_dim(head_dim_), padded_dim(padded(head_dim_)), scale(scale_ * 1.44269504f) {
         int64_t dim = padded_dim;
-        int64_t packed = sizeof(Packed);
+        int64_t packed = sizeof(Packed), num_copied = kGathers ? kTileBlocks : 1;
         workspace.divide(std::pair<Packed*&, int64_t>(queries, num_rows * dim * packed),
-                         std::pair<Element*&, int64_t>(last, kBlockSize * dim * sizeof(Element)),
-                         std::pair<float*&, int64_t>(scores, kGroupRows * kTileTokens * 4),
-                         std::pair<Packed*&, int64_t>(weights, kGroupRows * kTileTokens * packed),
+                         std::pair<Element*&, int64_t>(copied, num_copied * kBlockSize * dim * sizeof(Element)),
+                         std::pair<float*&, int64_t>(scores, kGroupRows * kRowTokens * 4),
+                         std::pair<Packed*&, int64_t>(weights, kGroupRows * kRowTokens * packed),
                          std::pair<float*&, int64_t>(rows.maxima, num_rows * 4),
                          std::pair<float*&, int64_t>(rows.sums, num_rows * 4),
                          std::pair<float*&, int64_t>(rows.values, num_rows * dim * 4),
@@ -154,40 +180,61 @@ struct TileAttention {
             keys[i] = key_cache + blocks[i] * block_stride;
             values[i] = value_cache + blocks[i] * block_stride;
         }
+        if constexpr (kGathers) return gather(num_whole, rest);
         if (rest) {
-            copy_values(values[num_whole], rest, Products::kPerWord, head_dim, last);
-            values[num_whole] = last;
+            copy_values(values[num_whole], rest, Products::kPerWord, head_dim, copied);
+            values[num_whole] = copied;
         }
     }
 
-    // After the tile, keys of these blocks of `cache` will be read.
-    void expect(const Element* cache, const int32_t* blocks, int64_t block_stride, int num_blocks) {
+    // After the tile, these blocks will be read.
+    void expect(const Element* key_cache, const Element* value_cache, const int32_t* blocks,
+                int64_t block_stride, int num_blocks) {
+        const Element* cache = kGathers ? value_cache : key_cache;
         for (int i = 0; i < kTileBlocks; ++i)
-            keys[num_blocks_ + i] = i < num_blocks ? cache + blocks[i] * block_stride : keys[num_blocks_ - 1];
+            ahead[i] = i < num_blocks ? cache + blocks[i] * block_stride : keys[num_blocks_ - 1];
+        for (int i = 0; i < kPanelBlocks; ++i) keys[num_blocks_ + i] = ahead[i];
     }
 
     // Attends with one group, rows first .. first + num_rows - 1, over the open tile. Row i of the group sees
     // the tile's first seen[i] tokens, growing with the row; where it sees none its result has the sum 0.
     void attend_group(int first, int num_rows, const int* seen, RowStates result) {
         int num_blocks = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize;
+        int num_mixed = kGathers ? (num_blocks + 1) / 2 * 2 : num_blocks;
         if (first == 0)
-            score<2>(first, num_rows, num_blocks);
+            score<kGathers ? 1 : 2>(first, num_rows, num_blocks);
         else
             score<0>(first, num_rows, num_blocks);
+        // First all maxima: while one row waits for its own, the next is looked through.
         for (int i = 0; i < num_rows; ++i)
-            std::tie(result.maxima[i], result.sums[i]) =
-                weigh<Products>(scores + i * kTileTokens, std::max(seen[i], 0), num_blocks * kBlockSize,
-                                scale, weights + i * kTileTokens);
+            result.maxima[i] = highest(scores + i * kRowTokens, std::max(seen[i], 0)) * scale;
+        for (int i = 0; i < num_rows; ++i)
+            result.sums[i] = weigh<Products>(scores + i * kRowTokens, std::max(seen[i], 0),
+                                             num_mixed * kBlockSize, scale, result.maxima[i],
+                                             weights + i * kRowTokens);
         if (first == 0)
-            mix<true>(num_rows, num_blocks, result);
+            mix<true>(num_rows, num_mixed, result);
         else
-            mix<false>(num_rows, num_blocks, result);
+            mix<false>(num_rows, num_mixed, result);
     }
 
    private:
+    // The tile's values, an even number of blocks of them.
+    void gather(int num_whole, int rest) {
+        int64_t elements = block_elements(head_dim);
+        for (int i = 0; i < num_whole; ++i) {
+            for (int64_t line = 0; line < elements; line += 64 / (int64_t)sizeof(Element))
+                __builtin_prefetch(keys[i] + line, 0, 2);
+            std::memcpy(copied + i * elements, values[i], elements * sizeof(Element));
+        }
+        if (rest) copy_values(values[num_whole], rest, Products::kPerWord, head_dim, copied + num_whole * elements);
+        if (num_blocks_ % 2) std::memset(copied + num_blocks_ * elements, 0, elements * sizeof(Element));
+        for (int i = 0; i < num_blocks_ + num_blocks_ % 2; ++i) values[i] = copied + i * elements;
+    }
+
     // scores[row][token] of the group over the tile's first num_blocks blocks. The first group of a tile finds
-    // it in memory (num_ahead 2: the next panel's keys and this one's values come in beside the products), the
-    // others in the processor's cache (0).
+    // it in memory (num_ahead 2: the next panel's keys and this one's values come in beside the products; 1, when
+    // they are there: the next tile's values), the others in the processor's cache (0).
     template <int num_ahead>
     void score(int first, int num_rows, int num_blocks) {
         constexpr int kBlockVectors = kBlockSize / kWidth;
@@ -201,14 +248,14 @@ struct TileAttention {
                 int token = (vector + j) * kWidth;
                 int block = token / kBlockSize, offset = token % kBlockSize * Products::kPerWord;
                 columns.vectors[j] = keys[block] + offset;
-                if constexpr (num_ahead > 0) {
+                if constexpr (num_ahead == 1) columns.ahead[j] = ahead[block] + offset;
+                if constexpr (num_ahead == 2) {
                     columns.ahead[2 * j] = keys[block + kPanelBlocks] + offset;
                     columns.ahead[2 * j + 1] = values[block] + offset;
                 }
             }
-            pick_multiply<Products, KeyColumns<Products, num_ahead>>(num_rows, num_vectors)(
-                words, padded_dim / Products::kPerWord, columns, scores + vector * kWidth, kTileTokens,
-                depth);
+            multiply_(num_rows, num_vectors, words, padded_dim / Products::kPerWord, columns,
+                      scores + vector * kWidth, kRowTokens, depth);
         }
     }
 
@@ -219,14 +266,14 @@ struct TileAttention {
         using Columns = ValueColumns<Products, is_first>;
         for (int dim = 0; dim < padded_dim; dim += kPanelColumns) {
             int num_vectors = std::min(padded_dim - dim, kPanelColumns) / kWidth;
-            Columns columns(values, keys + num_blocks_, padded_dim, dim);
-            pick_multiply<Products, Columns>(num_rows, num_vectors)(
-                (const uint32_t*)weights, kTileTokens / Products::kPerWord, columns, result.values + dim,
-                padded_dim, num_blocks * Columns::kBlockWords);
+            Columns columns(values, ahead, padded_dim, dim);
+            multiply_(num_rows, num_vectors, (const uint32_t*)weights, kRowTokens / Products::kPerWord, columns,
+                      result.values + dim, padded_dim, num_blocks * Columns::kBlockWords);
         }
     }
 
     int num_blocks_ = 0;
+    Multiplier<Products> multiply_;
 };
 
 // Divides by the sum of the weights and stores head_dim numbers in the model's format.

@@ -56,7 +56,7 @@ class Step:
 def laid_out(kernels: PagedKernels, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """Caches [num_blocks, KV, block_size, D] in the order in which the kernels multiply."""
     head_dim = keys.shape[3]
-    word = 2 if kernels.instructions == "AVX512-BF16" and keys.dtype == torch.bfloat16 else 1
+    word = 2 if kernels.instructions.endswith("-BF16") and keys.dtype == torch.bfloat16 else 1
     # The rest of a word counts, as zero; what is behind it may be anything.
     keys = pad(pad(keys, (0, -head_dim % word)), (0, -(-(-head_dim // word) * word) % 16), value=torch.nan)
     values = pad(values, (0, -head_dim % 16), value=torch.nan)
