@@ -55,9 +55,10 @@ class Multiplier<MatrixProducts> {
 
    public:
     static constexpr int kGroupRows = 2 * kRows;
-    // So fast that what counts is to read the weights but once, and whole pairs of lines as the processor does.
+    // So fast that what counts is to read the weights but once, in one piece.
+    static constexpr int kPanelVectors = 2;
     static constexpr int kUnitGroups = 16;
-    static int unit_vectors(int64_t) { return 2; }
+    static int unit_vectors(int64_t) { return kPanelVectors; }
     static constexpr bool kNeedsEvenWords = true;
 
     Multiplier() = default;

@@ -50,8 +50,12 @@ void rotate(Team::Member& member, Format format, const Turn& call) {
 
 using namespace headrace;
 
-int headrace_panel_columns() {
-    return kPanelColumns;
+int headrace_panel_columns(int format) {
+    int num_columns = 0;
+    with_products(static_cast<Format>(format), [&](auto products) {
+        num_columns = Multiplier<decltype(products)>::kPanelVectors * kWidth;
+    });
+    return num_columns;
 }
 
 int headrace_numbers_per_word(int format) {

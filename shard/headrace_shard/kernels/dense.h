@@ -1,7 +1,7 @@
 // Products with weights: Y[rows, columns] = X[rows, depth] x W^T, and what follows a product at once.
 //
-// Knows packed weights and number formats; knows nothing of layers. W lies packed as panels of kPanelColumns
-// columns of Y, [panel][depth in words][kPanelColumns][numbers in a word], in the model's own format: one
+// Knows packed weights and number formats; knows nothing of layers. W lies packed as panels of some
+// columns of Y, [panel][depth in words][columns][numbers in a word], in the model's own format: one
 // pass over W in the order of memory. Every number of Y is summed along the depth in one order, whatever rows
 // stand beside it and on how many threads: a row's result never depends on its neighbours.
 #pragma once
@@ -25,8 +25,10 @@ inline Floats silu(Floats x) {
 // Columns of a packed weight, from `panel` on.
 template <class Products>
 struct PanelColumns {
+    static constexpr int kPanelColumns = Multiplier<Products>::kPanelVectors * kWidth;
     const typename Products::Element* panel;
-    bool is_fresh;  // not read yet by this thread: what follows is called in
+    bool is_fresh;  // not read yet by this thread: matrices call in what follows
+
     Words operator()(int64_t k, int j) const {
         const typename Products::Element* words = at(k, j);
         __builtin_prefetch((const char*)words + kAhead, 0, 2);
@@ -56,6 +58,8 @@ class WeightProduct {
     using Element = typename Products::Element;
     static constexpr int kPerWord = Products::kPerWord;
     static constexpr int kGroupRows = Multiplier<Products>::kGroupRows;
+    static constexpr int kPanelVectors = Multiplier<Products>::kPanelVectors;
+    static constexpr int kPanelColumns = kPanelVectors * kWidth;
     static constexpr int64_t kUnitGroups = Multiplier<Products>::kUnitGroups;
     // Whether rows of x are widened to floats before they are multiplied.
     static constexpr bool kIsWidened = sizeof(Element) != sizeof(typename Products::Packed);
@@ -75,18 +79,25 @@ class WeightProduct {
         member.share(num_panels_ * per_panel, [&](int64_t first, int64_t last) {
             Multiplier<Products> multiply;
             for (int64_t unit = first; unit < last; ++unit) {
-                int64_t panel = unit / per_panel, row_piece = unit % num_row_pieces;
-                int vector = (int)(unit % per_panel / num_row_pieces) * num_vectors;
-                int64_t group = row_piece * kUnitGroups, end = std::min(group + kUnitGroups, num_groups_);
-                for (bool is_fresh = true; group < end; ++group, is_fresh = false)
-                    multiply_group(multiply, panel, group, vector, vector + num_vectors, is_fresh);
+                int64_t vector = unit / per_panel * kPanelVectors + unit % per_panel / num_row_pieces * num_vectors;
+                int64_t group = unit % num_row_pieces * kUnitGroups;
+                multiply_unit(multiply, vector, num_vectors, group, std::min(group + kUnitGroups, num_groups_));
             }
         });
     }
 
    private:
-    void multiply_group(Multiplier<Products>& multiply, int64_t panel, int64_t group, int first_vector,
-                        int last_vector, bool is_fresh) {
+    // Groups of rows by vectors of one panel; `vector` counts through all panels.
+    void multiply_unit(Multiplier<Products>& multiply, int64_t vector, int num_vectors, int64_t first_group,
+                       int64_t last_group) {
+        int64_t place = vector / kPanelVectors * depth_ * kPanelColumns + vector % kPanelVectors * kWidth;
+        PanelColumns<Products> columns{(const Element*)call_.weight + place * kPerWord, true};
+        for (int64_t group = first_group; group < last_group; ++group, columns.is_fresh = false)
+            multiply_group(multiply, columns, group, vector, num_vectors);
+    }
+
+    void multiply_group(Multiplier<Products>& multiply, const PanelColumns<Products>& columns, int64_t group,
+                        int64_t vector, int num_vectors) {
         int64_t first_row = group * kGroupRows;
         int num_rows = (int)std::min<int64_t>(kGroupRows, call_.num_rows - first_row);
         const Element* x = (const Element*)call_.x + first_row * call_.x_stride;
@@ -96,31 +107,23 @@ class WeightProduct {
             words = widen(x, call_.x_stride, num_rows, depth_);
             stride = (depth_ + kWidth - 1) / kWidth * kWidth;
         }
-        const Element* weight = (const Element*)call_.weight + panel * depth_ * kPanelColumns * kPerWord;
         alignas(64) float totals[kGroupRows * kPanelColumns];
-        PanelColumns<Products> columns{weight + first_vector * kWidth * kPerWord, is_fresh};
-        multiply(num_rows, last_vector - first_vector, words, stride, columns, totals + first_vector * kWidth,
-                 kPanelColumns, depth_);
-        finish_rows(first_row, num_rows, panel, first_vector, last_vector, totals);
+        multiply(num_rows, num_vectors, words, stride, columns, totals, kPanelColumns, depth_);
+        for (int row = 0; row < num_rows; ++row)
+            finish_row(first_row + row, vector, num_vectors, totals + row * kPanelColumns);
     }
 
-    void finish_rows(int64_t first_row, int num_rows, int64_t panel, int first_vector, int last_vector,
-                     const float* totals) {
+    void finish_row(int64_t row, int64_t vector, int num_vectors, const float* totals) {
         if (call_.is_gated) {
             // The first half of a panel's vectors are gates of the values in the second half.
             constexpr int half = kPanelVectors / 2;
-            for (int row = 0; row < num_rows; ++row)
-                for (int vector = 0; vector < half; ++vector) {
-                    const float* gates = totals + row * kPanelColumns + vector * kWidth;
-                    finish(first_row + row, (panel * half + vector) * kWidth,
-                           silu(load<Floats>(gates)) * load<Floats>(gates + half * kWidth));
-                }
+            for (int i = 0; i < half; ++i)
+                finish(row, (vector / 2 + i) * kWidth,
+                       silu(load<Floats>(totals + i * kWidth)) * load<Floats>(totals + (half + i) * kWidth));
             return;
         }
-        for (int row = 0; row < num_rows; ++row)
-            for (int vector = first_vector; vector < last_vector; ++vector)
-                finish(first_row + row, (panel * kPanelVectors + vector) * kWidth,
-                       load<Floats>(totals + row * kPanelColumns + vector * kWidth));
+        for (int i = 0; i < num_vectors; ++i)
+            finish(row, (vector + i) * kWidth, load<Floats>(totals + i * kWidth));
     }
 
     // Adds bias and addend, rounds once and stores those of kWidth results that are within the row.

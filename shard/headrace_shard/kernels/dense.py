@@ -92,7 +92,9 @@ class DenseKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self._pages = LargePages()
-        self._panel_columns: int = library.headrace_panel_columns()
+        self._panel_columns = {
+            dtype: int(library.headrace_panel_columns(number)) for dtype, number in FORMATS.items()
+        }
         self._numbers_per_word = {
             dtype: int(library.headrace_numbers_per_word(number)) for dtype, number in FORMATS.items()
         }
@@ -116,15 +118,16 @@ class DenseKernels:
     def pack_gated(self, gate: Tensor, value: Tensor) -> PackedWeight:
         """Two weights [N, K] for a gated product: each panel holds some gates, then their values."""
         assert gate.shape == value.shape and gate.dtype == value.dtype
-        half = self._panel_columns // 2
+        half = self._panel_columns[gate.dtype] // 2
         parts = [_filled(part, half).view(-1, half, part.shape[1]) for part in (gate, value)]
         panels = self._panels(torch.cat(parts, dim=1).flatten(0, 1))
         return PackedWeight(self._multiply, panels, len(gate), bias=None, is_gated=True)
 
     def _panels(self, weight: Tensor) -> Tensor:
         num_numbers = self._numbers_per_word[weight.dtype]
-        filled = _filled(weight, self._panel_columns)
-        panels = filled.view(-1, self._panel_columns, weight.shape[1] // num_numbers, num_numbers)
+        num_columns = self._panel_columns[weight.dtype]
+        filled = _filled(weight, num_columns)
+        panels = filled.view(-1, num_columns, weight.shape[1] // num_numbers, num_numbers)
         ordered = panels.transpose(1, 2)
         memory = self._pages.take(weight.itemsize * ordered.numel())
         return memory.view(weight.dtype).view(ordered.shape).copy_(ordered)

@@ -63,7 +63,8 @@ using BFloat16Products = PairProducts;
 using BFloat16Products = FloatProducts<BFloat16>;
 #endif
 
-// One thread's way to multiply: at most kGroupRows rows by at most kPanelVectors vectors at once.
+// One thread's way to multiply: at most kGroupRows rows by at most headrace::kPanelVectors
+// vectors at once.
 template <class Products>
 class Multiplier;
 
@@ -107,6 +108,7 @@ template <class Products>
 class Multiplier {
    public:
     static constexpr int kGroupRows = 6;  // with kPanelVectors fills the registers
+    static constexpr int kPanelVectors = headrace::kPanelVectors;  // of a packed weight
     // Groups of rows, and vectors of a panel, that a thread takes on at once.
     static constexpr int kUnitGroups = 1;
     static int unit_vectors(int64_t num_groups) { return num_groups == 1 ? 1 : kPanelVectors; }
