@@ -22,8 +22,9 @@ def answers_at_once(server: Server, requests: list[tuple[str, dict[str, Any]]]) 
         try:
             futures = [pool.submit(generate, server, prompt, **given) for prompt, given in requests]
             server.wait_for(
-                lambda found: sum(v for k, v in found.items() if k.startswith("headrace_requests{"))
-                == len(requests),
+                lambda found: (
+                    sum(v for k, v in found.items() if k.startswith("headrace_requests{")) == len(requests)
+                ),
                 f"{len(requests)} requests waiting or running",
             )
         finally:

@@ -14,6 +14,7 @@ from typing import Any, Self
 import tokenizers
 
 from headrace_router.errors import StartupError
+from headrace_router.text.pieces import PIECE_CHARS, PieceEncoder, can_cut, steps
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPECIAL_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -70,6 +71,8 @@ class Tokenizer:
         self._max_token_chars = _max_token_chars(inner, vocabulary)
         self._decoder_kinds = _kinds(inner.decoder, "decoders")
         self._anchor = self._find_anchor()
+        self._additions = self._find_additions()
+        self._pieces = PieceEncoder(inner) if self._additions is not None and can_cut(inner) else None
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -109,8 +112,14 @@ class Tokenizer:
         encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return Encoding(ids=encoding.ids, offsets=encoding.offsets)
 
-    def encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids alone, which is faster. `text` holds no surrogates."""
+    def encode_ids(self, text: str, add_special_tokens: bool, salt: str = "") -> list[int]:
+        """Ids alone, which is faster, above all for a long text that begins like one of the same `salt`.
+
+        `text` holds no surrogates.
+        """
+        if self._pieces is not None and self._additions is not None and len(text) > 2 * PIECE_CHARS:
+            before, behind = self._additions if add_special_tokens else ([], [])
+            return [*before, *self._pieces.encode(text, salt), *behind]
         ids: list[int] = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
 
@@ -147,6 +156,15 @@ class Tokenizer:
     def _find_anchor(self) -> tuple[list[int], str]:
         ids = self._inner.encode("a", add_special_tokens=False).ids[-1:]
         return ids, self._inner.decode(ids, skip_special_tokens=False)
+
+    def _find_additions(self) -> tuple[list[int], list[int]] | None:
+        """Ids that are put before and behind those of any text; None where that cannot be told."""
+        text = self._inner.encode("a", add_special_tokens=False).ids
+        whole = self._inner.encode("a", add_special_tokens=True).ids
+        for place in range(len(whole) - len(text) + 1):
+            if text and whole[place : place + len(text)] == text:
+                return whole[:place], whole[place + len(text) :]
+        return None
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._inner.id_to_token(token_id)
@@ -228,22 +246,14 @@ def _token_of(inner: tokenizers.Tokenizer, value: Any) -> str | None:
     return next((token for token in tokens if token is not None), None)
 
 
-def _steps(component: Any, members: str) -> list[dict[str, Any]]:
-    """The steps that a normalizer, pre-tokenizer or decoder consists of, as in tokenizer.json."""
-    if component is None:
-        return []
-    state: dict[str, Any] = json.loads(component.__getstate__())
-    return state[members] if state["type"] == "Sequence" else [state]
-
-
 def _kinds(component: Any, members: str) -> set[str]:
-    return {step["type"] for step in _steps(component, members)}
+    return {step["type"] for step in steps(component, members)}
 
 
 def _max_token_chars(inner: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int:
     """Characters of text that one token stands for at most; 0 where that has no bound worth the name."""
-    normalizers = _steps(inner.normalizer, "normalizers")
-    splits = _steps(inner.pre_tokenizer, "pretokenizers")
+    normalizers = steps(inner.normalizer, "normalizers")
+    splits = steps(inner.pre_tokenizer, "pretokenizers")
     kinds = {step["type"] for step in normalizers + splits}
     # Otherwise a run of unknown characters is one token, or none.
     knows_every_byte = "ByteLevel" in kinds or getattr(inner.model, "byte_fallback", False)

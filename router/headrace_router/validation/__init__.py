@@ -77,7 +77,9 @@ class Validator:
         ranges.check_native(body, parameters, self._config, limits, is_stream=is_stream)
 
         def tokenize() -> Job:
-            ids = self._encode(body.inputs, "inputs", limits, truncate=parameters.truncate)
+            ids = self._encode(
+                body.inputs, "inputs", limits, truncate=parameters.truncate, salt=parameters.cache_salt
+            )
             max_new_tokens = _native_budget(len(ids), parameters.max_new_tokens, limits)
             if parameters.grammar is not None:
                 raise invalid("grammar is not supported", "grammar")
@@ -107,7 +109,12 @@ class Validator:
         def tokenize() -> Job:
             prompt = self._render(body)
             ids = self._encode(
-                prompt, "messages", limits, truncate=body.truncate_prompt_tokens, add_special_tokens=False
+                prompt,
+                "messages",
+                limits,
+                truncate=body.truncate_prompt_tokens,
+                salt=body.cache_salt,
+                add_special_tokens=False,
             )
             wanted = ranges.given_max_tokens(body)
             if wanted is None:
@@ -191,13 +198,20 @@ class Validator:
         )
 
     def _encode(
-        self, text: str, source: str, limits: Limits, *, truncate: int | None, add_special_tokens: bool = True
+        self,
+        text: str,
+        source: str,
+        limits: Limits,
+        *,
+        truncate: int | None,
+        salt: str | None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """Token ids, of which `truncate` keeps the last. Refuses cheaply what is far too long."""
         least = self._tokenizer.least_tokens(text)
         if truncate is None and least > limits.max_input_tokens:
             raise _prompt_too_long(source, f"at least {least}", limits)
-        ids = self._tokenizer.encode_ids(text, add_special_tokens)
+        ids = self._tokenizer.encode_ids(text, add_special_tokens, salt or "")
         if not ids:
             raise invalid(f"`{source}` cannot be empty", source)
         if max(ids) >= limits.vocab_size:
@@ -212,7 +226,8 @@ class Validator:
         if not prompt:
             raise invalid("`prompt` cannot be empty", "prompt")
         if isinstance(prompt, str):
-            text, ids = prompt, self._encode(prompt, "prompt", limits, truncate=truncate)
+            text = prompt
+            ids = self._encode(prompt, "prompt", limits, truncate=truncate, salt=body.cache_salt)
         else:
             ranges.check_ids("prompt", prompt, limits.vocab_size)
             text = self._tokenizer.decode(prompt, skip_special_tokens=False)

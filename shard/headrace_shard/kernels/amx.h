@@ -57,9 +57,10 @@ class Multiplier<MatrixProducts> {
     static constexpr int kGroupRows = 2 * kRows;
     // So fast that what counts is to read the weights but once, in one piece.
     static constexpr int kPanelVectors = 2;
+    static constexpr int kPanelColumns = kPanelVectors * kWidth;
     static constexpr int kUnitGroups = 16;
     static int unit_vectors(int64_t) { return kPanelVectors; }
-    static constexpr bool kNeedsEvenWords = true;
+    static constexpr int kMatrixWords = kRows;
 
     Multiplier() = default;
     Multiplier(const Multiplier&) = delete;
@@ -70,20 +71,22 @@ class Multiplier<MatrixProducts> {
     template <class Columns>
     void operator()(int num_rows, int num_vectors, const uint32_t* a, int64_t a_stride, const Columns& columns,
                     float* c, int64_t c_stride, int64_t depth) {
-        depth_ = depth;
-        int num_words = Columns::kMaxWords;
+        int num_words = kMatrixWords;  // as many as fit that divide the depth
         while (depth % num_words) --num_words;
         if (num_rows != num_rows_ || num_words != num_words_) configure(num_rows, num_words);
         a_stride *= 4;
         c_stride *= 4;
         int vector = 0;
         if (num_rows > kRows) {
-            for (; vector + 1 < num_vectors; vector += 2) two_by<2>(a, a_stride, columns, vector, c, c_stride);
-            if (vector < num_vectors) two_by<1>(a, a_stride, columns, vector, c, c_stride);
+            for (; vector + 1 < num_vectors; vector += 2)
+                two_by<2>(a, a_stride, columns, vector, c, c_stride, depth);
+            if (vector < num_vectors) two_by<1>(a, a_stride, columns, vector, c, c_stride, depth);
         } else {
-            for (; vector + 3 < num_vectors; vector += 4) one_by<4>(a, a_stride, columns, vector, c, c_stride);
-            for (; vector + 1 < num_vectors; vector += 2) one_by<2>(a, a_stride, columns, vector, c, c_stride);
-            if (vector < num_vectors) one_by<1>(a, a_stride, columns, vector, c, c_stride);
+            for (; vector + 3 < num_vectors; vector += 4)
+                one_by<4>(a, a_stride, columns, vector, c, c_stride, depth);
+            for (; vector + 1 < num_vectors; vector += 2)
+                one_by<2>(a, a_stride, columns, vector, c, c_stride, depth);
+            if (vector < num_vectors) one_by<1>(a, a_stride, columns, vector, c, c_stride, depth);
         }
     }
 
@@ -119,7 +122,7 @@ class Multiplier<MatrixProducts> {
 
     template <int num_vectors, class Columns>
     void two_by(const uint32_t* a, int64_t a_stride, const Columns& columns, int vector, float* c,
-                int64_t c_stride) const {
+                int64_t c_stride, int64_t depth) const {
         const char* first = (const char*)a;
         const char* second = first + kRows * a_stride;
         clear_matrix<0>();
@@ -128,7 +131,7 @@ class Multiplier<MatrixProducts> {
             clear_matrix<1>();
             clear_matrix<3>();
         }
-        for (int64_t k = 0; k < depth_; k += num_words_, first += num_words_ * 4, second += num_words_ * 4) {
+        for (int64_t k = 0; k < depth; k += num_words_, first += num_words_ * 4, second += num_words_ * 4) {
             load_matrix<4>(first, a_stride);
             load_matrix<6>(columns.matrix(k, vector), columns.word_bytes());
             add_matrix_product<0, 4, 6>();
@@ -151,13 +154,13 @@ class Multiplier<MatrixProducts> {
 
     template <int num_vectors, class Columns>
     void one_by(const uint32_t* a, int64_t a_stride, const Columns& columns, int vector, float* c,
-                int64_t c_stride) const {
+                int64_t c_stride, int64_t depth) const {
         const char* rows = (const char*)a;
         clear_matrix<0>();
         if constexpr (num_vectors > 1) clear_matrix<1>();
         if constexpr (num_vectors > 2) clear_matrix<2>();
         if constexpr (num_vectors > 3) clear_matrix<3>();
-        for (int64_t k = 0; k < depth_; k += num_words_, rows += num_words_ * 4) {
+        for (int64_t k = 0; k < depth; k += num_words_, rows += num_words_ * 4) {
             load_matrix<4>(rows, a_stride);
             add_one<0, 5>(columns, k, vector);
             if constexpr (num_vectors > 1) add_one<1, 6>(columns, k, vector);
@@ -177,38 +180,11 @@ class Multiplier<MatrixProducts> {
         add_matrix_product<c, 4, b>();
     }
 
-    int64_t depth_ = 0;
-    // What the registers are set for.
+    // What the registers are set for: rows of A and words of a matrix.
     int num_rows_ = 0;
-    int num_words_ = 0;  // words of a matrix: as many as fit that divide the depth
+    int num_words_ = 0;
 };
 
 }  // namespace headrace
 
 #endif
-
-namespace headrace {
-
-// Calls body with the products of a format that are best on this machine.
-template <class Body>
-void with_products(Format format, Body body) {
-    switch (format) {
-        case Format::float32: return body(FloatProducts<Float32>{});
-        case Format::bfloat16:
-#if defined(HEADRACE_AMX)
-            if (has_matrix_registers()) return body(MatrixProducts{});
-#endif
-            return body(BFloat16Products{});
-        case Format::float16: return body(FloatProducts<Float16>{});
-    }
-}
-
-// What the products of bfloat16 are made with.
-inline const char* instructions() {
-#if defined(HEADRACE_AMX)
-    if (has_matrix_registers()) return "AMX-BF16";
-#endif
-    return kInstructions;
-}
-
-}  // namespace headrace

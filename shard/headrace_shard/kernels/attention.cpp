@@ -1,5 +1,6 @@
 // Writing keys and values by slot, and attention over them, in the model's format, for a team and for Python.
 #include "attention.h"
+#include "choice.h"
 #include "interface.h"
 
 namespace headrace {

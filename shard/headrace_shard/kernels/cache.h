@@ -10,7 +10,7 @@
 // behind head_dim, may be anything.
 #pragma once
 
-#include "amx.h"
+#include "products.h"
 
 namespace headrace {
 
@@ -59,8 +59,8 @@ void copy_values(const Element* block, int num_tokens, int numbers_per_word, int
 template <class Products, int num_ahead>
 struct KeyColumns {
     using Element = typename Products::Element;
-    const Element* vectors[kPanelVectors];
-    const Element* ahead[kPanelVectors * num_ahead + 1];
+    const Element* vectors[kVectorsAtOnce];
+    const Element* ahead[kVectorsAtOnce * num_ahead + 1];
 
     Words operator()(int64_t k, int j) const {
         int64_t offset = k * kBlockSize * Products::kPerWord;
@@ -70,13 +70,12 @@ struct KeyColumns {
         return Products::load_columns(vectors[j] + offset);
     }
 
-    static constexpr int kMaxWords = 16;  // of a matrix, see amx.h
     static constexpr int64_t word_bytes() { return kBlockSize * 4; }
     const Element* matrix(int64_t k, int j) const {
         int64_t offset = k * kBlockSize * Products::kPerWord;
         if constexpr (num_ahead > 0)
 #pragma GCC unroll 16
-            for (int i = 0; i < kMaxWords; ++i)
+            for (int i = 0; i < Multiplier<Products>::kMatrixWords; ++i)
                 __builtin_prefetch((const char*)(ahead[j * num_ahead] + offset) + i * word_bytes(), 0, 2);
         return vectors[j] + offset;
     }
@@ -105,7 +104,6 @@ struct ValueColumns {
     }
 
     // For matrices the blocks lie one behind the other.
-    static constexpr int kMaxWords = 16;
     int64_t word_bytes() const { return row * (int64_t)sizeof(Element); }
     const Element* matrix(int64_t k, int j) const {
         return blocks[0] + k * row + first + j * kWidth * Products::kPerWord;

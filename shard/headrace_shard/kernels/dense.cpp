@@ -1,4 +1,5 @@
 // Products with weights, norms and rotations in the model's format, for a team and for Python.
+#include "choice.h"
 #include "computations.h"
 #include "dense.h"
 #include "elementwise.h"
@@ -53,7 +54,7 @@ using namespace headrace;
 int headrace_panel_columns(int format) {
     int num_columns = 0;
     with_products(static_cast<Format>(format), [&](auto products) {
-        num_columns = Multiplier<decltype(products)>::kPanelVectors * kWidth;
+        num_columns = Multiplier<decltype(products)>::kPanelColumns;
     });
     return num_columns;
 }

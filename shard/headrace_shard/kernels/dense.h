@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "computations.h"
-#include "amx.h"
+#include "products.h"
 
 namespace headrace {
 
@@ -25,7 +25,8 @@ inline Floats silu(Floats x) {
 // Columns of a packed weight, from `panel` on.
 template <class Products>
 struct PanelColumns {
-    static constexpr int kPanelColumns = Multiplier<Products>::kPanelVectors * kWidth;
+    static constexpr int kPanelColumns = Multiplier<Products>::kPanelColumns;
+    static constexpr int kMatrixWords = Multiplier<Products>::kMatrixWords;
     const typename Products::Element* panel;
     bool is_fresh;  // not read yet by this thread: matrices call in what follows
 
@@ -35,13 +36,12 @@ struct PanelColumns {
         return Products::load_columns(words);
     }
 
-    static constexpr int kMaxWords = 16;  // of a matrix, see amx.h
     static constexpr int64_t word_bytes() { return kPanelColumns * 4; }
     const typename Products::Element* matrix(int64_t k, int j) const {
         const typename Products::Element* words = at(k, j);
         if (is_fresh)
 #pragma GCC unroll 16
-            for (int i = 0; i < kMaxWords; ++i)
+            for (int i = 0; i < kMatrixWords; ++i)
                 __builtin_prefetch((const char*)words + kAhead + i * word_bytes(), 0, 2);
         return words;
     }
@@ -59,8 +59,7 @@ class WeightProduct {
     static constexpr int kPerWord = Products::kPerWord;
     static constexpr int kGroupRows = Multiplier<Products>::kGroupRows;
     static constexpr int kPanelVectors = Multiplier<Products>::kPanelVectors;
-    static constexpr int kPanelColumns = kPanelVectors * kWidth;
-    static constexpr int64_t kUnitGroups = Multiplier<Products>::kUnitGroups;
+    static constexpr int kPanelColumns = Multiplier<Products>::kPanelColumns;
     // Whether rows of x are widened to floats before they are multiplied.
     static constexpr bool kIsWidened = sizeof(Element) != sizeof(typename Products::Packed);
 
@@ -71,17 +70,23 @@ class WeightProduct {
           num_panels_((call.num_results * (call.is_gated ? 2 : 1) + kPanelColumns - 1) / kPanelColumns),
           num_groups_((call.num_rows + kGroupRows - 1) / kGroupRows) {}
 
-    // A unit is a piece of a panel and a piece of the rows: who has read the weights multiplies many rows by them.
+    // A unit is a piece of a panel and a piece of the rows: who has read the weights multiplies many rows by
+    // them, so long as there is enough for everybody.
     void run(Team::Member& member) {
+        constexpr int64_t kUnitsEach = 4, kUnitGroups = Multiplier<Products>::kUnitGroups;
         int num_vectors = call_.is_gated ? kPanelVectors : Multiplier<Products>::unit_vectors(num_groups_);
-        int64_t num_row_pieces = (num_groups_ + kUnitGroups - 1) / kUnitGroups;
+        int64_t fair = num_panels_ * (kPanelVectors / num_vectors) * num_groups_ / (kUnitsEach * member.size());
+        int64_t unit_groups = std::clamp<int64_t>(fair, 1, kUnitGroups);
+        int64_t num_row_pieces = (num_groups_ + unit_groups - 1) / unit_groups;
         int64_t per_panel = kPanelVectors / num_vectors * num_row_pieces;
         member.share(num_panels_ * per_panel, [&](int64_t first, int64_t last) {
             Multiplier<Products> multiply;
             for (int64_t unit = first; unit < last; ++unit) {
-                int64_t vector = unit / per_panel * kPanelVectors + unit % per_panel / num_row_pieces * num_vectors;
-                int64_t group = unit % num_row_pieces * kUnitGroups;
-                multiply_unit(multiply, vector, num_vectors, group, std::min(group + kUnitGroups, num_groups_));
+                int64_t vector =
+                    unit / per_panel * kPanelVectors + unit % per_panel / num_row_pieces * num_vectors;
+                int64_t group = unit % num_row_pieces * unit_groups;
+                multiply_unit(multiply, vector, num_vectors, group,
+                              std::min(group + unit_groups, num_groups_));
             }
         });
     }

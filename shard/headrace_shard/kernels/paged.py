@@ -39,13 +39,13 @@ class PagedKernels:
     `cache_shape`, is contiguous, and of float32, bfloat16 or float16, as are keys, values and queries. Within
     a block of a head its numbers lie in an order of the kernels' own (cache.h). Sums are float32. A row's
     result depends on its query and its context alone: on no other row of the call, on no chunking and on no
-    number of threads.
+    number of threads. (Values that are not finite may spread to earlier rows of their own sequence.)
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         library.headrace_instructions.restype = ctypes.c_char_p
         self.instructions: str = library.headrace_instructions().decode()
-        """The instruction set the kernels were built for."""
+        """What bfloat16 is multiplied with; other formats use vectors of the same processor."""
         self._write = library.headrace_write
         self._write.argtypes, self._write.restype = _WRITE, None
         self._attend = library.headrace_attend

@@ -1,8 +1,8 @@
 // Matrix products in registers: C[rows, columns] = A[rows, depth] x B[depth, columns], float32 sums.
 //
 // A `word` is what one lane multiplies at once: one number, or (with bfloat16 dot products) two neighbouring
-// bfloat16 along the depth. A is read one word at a time and broadcast; B is asked for one vector of columns
-// at a time and may lie in any order. Every element of C is summed along the depth in one order, whatever the
+// bfloat16 along the depth. In vectors, A is read one word at a time and broadcast; B is asked for one vector of
+// columns at a time and may lie in any order. Every element of C is summed along the depth in one order, whatever the
 // shape of the product around it: a row's result never depends on its neighbours.
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace headrace {
 
-constexpr int kPanelColumns = kPanelVectors * kWidth;
+constexpr int kColumnsAtOnce = kVectorsAtOnce * kWidth;
 
 // Products of floats: A is widened beforehand, B when it is read.
 template <class Storage>
@@ -63,11 +63,6 @@ using BFloat16Products = PairProducts;
 using BFloat16Products = FloatProducts<BFloat16>;
 #endif
 
-// One thread's way to multiply: at most kGroupRows rows by at most headrace::kPanelVectors
-// vectors at once.
-template <class Products>
-class Multiplier;
-
 // Columns: columns(k, j) is vector j of B's words number k. Strides in words (A) and floats (C).
 template <class Products, class Columns>
 using Multiply = void (*)(const uint32_t* a, int64_t a_stride, const Columns& columns, float* c,
@@ -100,25 +95,29 @@ template <class Products, class Columns, int... index>
 Multiply<Products, Columns> pick_multiply(int num_rows, int num_vectors,
                                           std::integer_sequence<int, index...>) {
     static constexpr Multiply<Products, Columns> table[] = {
-        &multiply<Products, Columns, index / kPanelVectors + 1, index % kPanelVectors + 1>...};
-    return table[(num_rows - 1) * kPanelVectors + num_vectors - 1];
+        &multiply<Products, Columns, index / kVectorsAtOnce + 1, index % kVectorsAtOnce + 1>...};
+    return table[(num_rows - 1) * kVectorsAtOnce + num_vectors - 1];
 }
 
+// One thread's way to multiply, at most kGroupRows rows by at most kVectorsAtOnce vectors at a time: here in
+// vectors, in amx.h in matrices.
 template <class Products>
 class Multiplier {
    public:
-    static constexpr int kGroupRows = 6;  // with kPanelVectors fills the registers
-    static constexpr int kPanelVectors = headrace::kPanelVectors;  // of a packed weight
-    // Groups of rows, and vectors of a panel, that a thread takes on at once.
+    static constexpr int kGroupRows = 6;  // with kVectorsAtOnce fills the registers
+    static constexpr int kPanelVectors = kVectorsAtOnce;  // of a packed weight
+    static constexpr int kPanelColumns = kPanelVectors * kWidth;
+    // What a thread takes on at once: groups of rows at most, and vectors of a panel.
     static constexpr int kUnitGroups = 1;
     static int unit_vectors(int64_t num_groups) { return num_groups == 1 ? 1 : kPanelVectors; }
-    static constexpr bool kNeedsEvenWords = false;  // columns may lie in any order
+    // Words that have to be the same distance apart in all vectors: none.
+    static constexpr int kMatrixWords = 1;
 
     template <class Columns>
     void operator()(int num_rows, int num_vectors, const uint32_t* a, int64_t a_stride, const Columns& columns,
                     float* c, int64_t c_stride, int64_t depth) const {
         pick_multiply<Products, Columns>(
-            num_rows, num_vectors, std::make_integer_sequence<int, kGroupRows * kPanelVectors>{})(
+            num_rows, num_vectors, std::make_integer_sequence<int, kGroupRows * kVectorsAtOnce>{})(
             a, a_stride, columns, c, c_stride, depth);
     }
 };

@@ -9,7 +9,7 @@
 
 #include <algorithm>
 #include <cmath>
-#include <tuple>
+#include <utility>
 
 #include "cache.h"
 #include "workspace.h"
@@ -130,11 +130,15 @@ struct TileAttention {
     static constexpr int kGroupRows = Multiplier<Products>::kGroupRows;
     static constexpr int kTileBlocks = kTileTokens / kBlockSize;
     // Whether the values of a tile are copied, so that words all over it are the same distance apart.
-    static constexpr bool kGathers = Multiplier<Products>::kNeedsEvenWords;
+    static constexpr bool kGathers = Multiplier<Products>::kMatrixWords > 1;
+    // Of the values that are multiplied the blocks are whole matrices: how many there are depends on the group,
+    // and the cut of the depth, and with it the bits, must not.
+    static constexpr int kMatrixBlocks =
+        std::max(1, Multiplier<Products>::kMatrixWords * Products::kPerWord / kBlockSize);
     // From one row of scores or weights to the next: not a power of two, or the rows would all want the same few
     // lines of the processor's cache.
     static constexpr int kRowTokens = kTileTokens + 32;
-    static constexpr int kPanelBlocks = std::max(1, kPanelColumns / kBlockSize);
+    static constexpr int kBlocksAtOnce = std::max(1, kColumnsAtOnce / kBlockSize);
 
     int head_dim;
     int padded_dim;
@@ -145,7 +149,7 @@ struct TileAttention {
     Packed* weights;  // [kGroupRows, kRowTokens]
     RowStates rows;
     RowStates tile;  // of one group
-    const Element* keys[kTileBlocks + kPanelBlocks];  // the tile's own, and behind them what is read next
+    const Element* keys[kTileBlocks + kBlocksAtOnce];  // the tile's own, and behind them what is read next
     const Element* values[kTileBlocks];
     const Element* ahead[kTileBlocks];  // what is read first of the next tile: keys, or values that are copied
 
@@ -193,14 +197,14 @@ struct TileAttention {
         const Element* cache = kGathers ? value_cache : key_cache;
         for (int i = 0; i < kTileBlocks; ++i)
             ahead[i] = i < num_blocks ? cache + blocks[i] * block_stride : keys[num_blocks_ - 1];
-        for (int i = 0; i < kPanelBlocks; ++i) keys[num_blocks_ + i] = ahead[i];
+        for (int i = 0; i < kBlocksAtOnce; ++i) keys[num_blocks_ + i] = ahead[i];
     }
 
     // Attends with one group, rows first .. first + num_rows - 1, over the open tile. Row i of the group sees
     // the tile's first seen[i] tokens, growing with the row; where it sees none its result has the sum 0.
     void attend_group(int first, int num_rows, const int* seen, RowStates result) {
         int num_blocks = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize;
-        int num_mixed = kGathers ? (num_blocks + 1) / 2 * 2 : num_blocks;
+        int num_mixed = whole_matrices(num_blocks);
         if (first == 0)
             score<kGathers ? 1 : 2>(first, num_rows, num_blocks);
         else
@@ -212,14 +216,18 @@ struct TileAttention {
             result.sums[i] = weigh<Products>(scores + i * kRowTokens, std::max(seen[i], 0),
                                              num_mixed * kBlockSize, scale, result.maxima[i],
                                              weights + i * kRowTokens);
-        if (first == 0)
+        if (first == 0 && !kGathers)
             mix<true>(num_rows, num_mixed, result);
         else
             mix<false>(num_rows, num_mixed, result);
     }
 
    private:
-    // The tile's values, an even number of blocks of them.
+    static int whole_matrices(int num_blocks) {
+        return (num_blocks + kMatrixBlocks - 1) / kMatrixBlocks * kMatrixBlocks;
+    }
+
+    // The tile's values, with zeros behind them up to whole matrices.
     void gather(int num_whole, int rest) {
         int64_t elements = block_elements(head_dim);
         for (int i = 0; i < num_whole; ++i) {
@@ -227,9 +235,11 @@ struct TileAttention {
                 __builtin_prefetch(keys[i] + line, 0, 2);
             std::memcpy(copied + i * elements, values[i], elements * sizeof(Element));
         }
-        if (rest) copy_values(values[num_whole], rest, Products::kPerWord, head_dim, copied + num_whole * elements);
-        if (num_blocks_ % 2) std::memset(copied + num_blocks_ * elements, 0, elements * sizeof(Element));
-        for (int i = 0; i < num_blocks_ + num_blocks_ % 2; ++i) values[i] = copied + i * elements;
+        if (rest)
+            copy_values(values[num_whole], rest, Products::kPerWord, head_dim, copied + num_whole * elements);
+        int num_missing = whole_matrices(num_blocks_) - num_blocks_;
+        std::memset(copied + num_blocks_ * elements, 0, num_missing * elements * sizeof(Element));
+        values[0] = copied;
     }
 
     // scores[row][token] of the group over the tile's first num_blocks blocks. The first group of a tile finds
@@ -241,8 +251,8 @@ struct TileAttention {
         const uint32_t* words = (const uint32_t*)(queries + (int64_t)first * padded_dim);
         int64_t depth = (head_dim + Products::kPerWord - 1) / Products::kPerWord;
         int num_all = num_blocks * kBlockVectors;
-        for (int vector = 0; vector < num_all; vector += kPanelVectors) {
-            int num_vectors = std::min(num_all - vector, kPanelVectors);
+        for (int vector = 0; vector < num_all; vector += kVectorsAtOnce) {
+            int num_vectors = std::min(num_all - vector, kVectorsAtOnce);
             KeyColumns<Products, num_ahead> columns;
             for (int j = 0; j < num_vectors; ++j) {
                 int token = (vector + j) * kWidth;
@@ -250,7 +260,7 @@ struct TileAttention {
                 columns.vectors[j] = keys[block] + offset;
                 if constexpr (num_ahead == 1) columns.ahead[j] = ahead[block] + offset;
                 if constexpr (num_ahead == 2) {
-                    columns.ahead[2 * j] = keys[block + kPanelBlocks] + offset;
+                    columns.ahead[2 * j] = keys[block + kBlocksAtOnce] + offset;
                     columns.ahead[2 * j + 1] = values[block] + offset;
                 }
             }
@@ -260,12 +270,12 @@ struct TileAttention {
     }
 
     // result.values: the values of the tile's first num_blocks blocks, by the weights. The first group calls in
-    // the keys that are read after the tile.
+    // the keys that are read after the tile, unless that was done when the values were copied.
     template <bool is_first>
     void mix(int num_rows, int num_blocks, RowStates result) {
         using Columns = ValueColumns<Products, is_first>;
-        for (int dim = 0; dim < padded_dim; dim += kPanelColumns) {
-            int num_vectors = std::min(padded_dim - dim, kPanelColumns) / kWidth;
+        for (int dim = 0; dim < padded_dim; dim += kColumnsAtOnce) {
+            int num_vectors = std::min(padded_dim - dim, kColumnsAtOnce) / kWidth;
             Columns columns(values, ahead, padded_dim, dim);
             multiply_(num_rows, num_vectors, (const uint32_t*)weights, kRowTokens / Products::kPerWord, columns,
                       result.values + dim, padded_dim, num_blocks * Columns::kBlockWords);

@@ -18,7 +18,7 @@ namespace headrace {
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define HEADRACE_AVX512 1
 constexpr int kWidth = 16;        // floats in a vector
-constexpr int kPanelVectors = 4;  // vectors in a panel: 6 x 4 accumulators leave 8 of 32 registers
+constexpr int kVectorsAtOnce = 4;  // that are multiplied: 6 x 4 accumulators leave 8 of 32 registers
 constexpr const char* kInstructions =
 #if defined(__AVX512BF16__)
     "AVX512-BF16";
@@ -27,15 +27,15 @@ constexpr const char* kInstructions =
 #endif
 #elif defined(__AVX2__) && defined(__FMA__)
 constexpr int kWidth = 8;
-constexpr int kPanelVectors = 2;  // 6 x 2 accumulators leave 4 of 16 registers
+constexpr int kVectorsAtOnce = 2;  // 6 x 2 accumulators leave 4 of 16 registers
 constexpr const char* kInstructions = "AVX2";
 #elif defined(__aarch64__)
 constexpr int kWidth = 4;
-constexpr int kPanelVectors = 4;
+constexpr int kVectorsAtOnce = 4;
 constexpr const char* kInstructions = "NEON";
 #else
 constexpr int kWidth = 4;
-constexpr int kPanelVectors = 2;
+constexpr int kVectorsAtOnce = 2;
 constexpr const char* kInstructions = "128-bit vectors";
 #endif
 

@@ -37,7 +37,8 @@ def test_named_backend() -> None:
 def test_auto_takes_the_kernels_on_a_cpu() -> None:
     backend, why = pick(ShardSettings(), CPU)
     assert backend.name == "cpu"
-    assert re.fullmatch(r"attention: cpu, native kernels for (AVX512(-BF16)?|AVX2|NEON|128-bit vectors)", why)
+    instructions = "AMX-BF16|AVX512(-BF16)?|AVX2|NEON|128-bit vectors"
+    assert re.fullmatch(rf"attention: cpu, native kernels for ({instructions})", why)
 
 
 @pytest.mark.parametrize("name", base._BACKENDS)

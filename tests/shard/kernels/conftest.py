@@ -14,13 +14,29 @@ from headrace_shard.kernels.dense import DenseKernels
 from headrace_shard.kernels.paged import PagedKernels
 
 X86 = platform.machine() == "x86_64"
+CPUINFO = Path("/proc/cpuinfo")
+AMX = CPUINFO.is_file() and "amx_bf16" in CPUINFO.read_text().split()
+
+WITHOUT_AMX = "native without AMX"
+"""The machine's own instructions, but for its matrix registers."""
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the kernels are kept that this run has built."""
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="session")
+def library(cache_folder: Path) -> Callable[[str], ctypes.CDLL]:
     """The kernels for an architecture, built when first asked for."""
-    folder: Path = tmp_path_factory.mktemp("kernels")
-    return cache(lambda architecture: build.load(folder, ShardSettings.cxx, architecture))
+
+    def load(architecture: str) -> ctypes.CDLL:
+        if architecture == WITHOUT_AMX:
+            return build.load(cache_folder, f"{ShardSettings.cxx} -mno-amx-tile")
+        return build.load(cache_folder, ShardSettings.cxx, architecture)
+
+    return cache(load)
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +52,10 @@ def built_dense(library: Callable[[str], ctypes.CDLL]) -> Callable[[str], DenseK
 @pytest.fixture(
     params=[
         "native",
-        # The other paths of the sources: four floats in a vector, and eight.
+        # The other paths of the sources: bfloat16 in vectors; four floats in a vector, and eight.
+        pytest.param(
+            WITHOUT_AMX, marks=[pytest.mark.slow, pytest.mark.skipif(not AMX, reason="needs Intel AMX")]
+        ),
         pytest.param("x86-64", marks=[pytest.mark.slow, pytest.mark.skipif(not X86, reason="needs x86")]),
         pytest.param("x86-64-v3", marks=[pytest.mark.slow, pytest.mark.skipif(not X86, reason="needs x86")]),
     ]
@@ -66,6 +85,13 @@ def kernels(built: Callable[[str], PagedKernels]) -> PagedKernels:
 @pytest.fixture
 def dense(built_dense: Callable[[str], DenseKernels]) -> DenseKernels:
     return built_dense("native")
+
+
+@pytest.fixture
+def amx() -> None:
+    """Skips a test where the processor has no matrix registers."""
+    if not AMX:
+        pytest.skip("needs Intel AMX")
 
 
 @pytest.fixture

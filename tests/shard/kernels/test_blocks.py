@@ -143,6 +143,21 @@ def test_step_cut_short_gives_the_bits_of_a_whole_one(
     assert_same_bits(cut, whole)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_chunks_give_the_bits_of_a_whole_prompt(
+    any_dense: DenseKernels, set_threads: SetThreads, dtype: torch.dtype, num_threads: int
+) -> None:
+    """Sizes around those of a matrix register, of a group of rows and of what shares weights once read."""
+    sizes = [1, 15, 16, 17, 31, 32, 33, 514, 1]
+    set_threads(1)
+    whole, chunked = (Network(any_dense, dtype, {"a": sum(sizes)}) for _ in range(2))
+    expected = whole.run({"a": sum(sizes)})
+    set_threads(num_threads)
+    assert torch.equal(torch.cat([chunked.run({"a": size}) for size in sizes]), expected)
+    assert_same_bits(chunked, whole)
+
+
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize(("num_layers", "num_whole"), [(2, 1), (4, 1), (5, 1), (6, 2), (12, 3)])
 def test_first_fifth_of_the_blocks_is_not_judged(

@@ -101,6 +101,35 @@ def test_no_bit_depends_on_other_rows_or_threads(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("depth", "num_results"), [(64, 70), (40, 33), (154, 1), (74, 32)])
+def test_no_bit_depends_on_how_many_rows_are_multiplied(
+    any_dense: DenseKernels,
+    set_threads: Callable[[int], None],
+    dtype: torch.dtype,
+    is_gated: bool,
+    depth: int,
+    num_results: int,
+) -> None:
+    """Around the 16 rows of a matrix register, the 32 of a group and the 512 that share what is read.
+
+    The depths are multiples of 16, 10, 11 and 1 words, pairs of bfloat16: that much fits into a register.
+    """
+    x = random(1030, depth, dtype=dtype)
+    weights = [random(num_results, depth, dtype=dtype, seed=seed) / depth**0.5 for seed in (1, 2)]
+    packed = any_dense.pack_gated(*weights) if is_gated else any_dense.pack(weights[0])
+    set_threads(1)
+    alone = torch.cat([packed.multiply(row[None]) for row in x])
+    first, second = (x.double() @ weight.double().T for weight in weights)
+    assert_near(alone, silu(first) * second if is_gated else first)
+    for num_threads in (1, 3):
+        set_threads(num_threads)
+        for num_rows in (2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 64, 65, 511, 512, 513, 528, 529, 1024, 1030):
+            assert torch.equal(packed.multiply(x[:num_rows]), alone[:num_rows])
+            assert torch.equal(packed.multiply(x[-num_rows:]), alone[-num_rows:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [64, 30])
 @pytest.mark.parametrize("start", [30, 31])
 @pytest.mark.parametrize("width", [200, 201])

@@ -89,6 +89,14 @@ def alone(step: Step, sequence: int, first: int, end: int, context_len: int) -> 
     )
 
 
+def chunks(step: Step, sequence: int, size: int) -> list[Step]:
+    """The tokens of one sequence of a step, so many at a time."""
+    start, end = step.query_starts[sequence : sequence + 2].tolist()
+    count, num_before = end - start, int(step.context_lens[sequence]) - (end - start)
+    borders = [*range(0, count, size), count]
+    return [alone(step, sequence, first, last, num_before + last) for first, last in pairwise(borders)]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_bit_depends_on_batch_chunks_or_threads(
     kernels: PagedKernels, dtype: torch.dtype, set_threads: Callable[[int], None]
@@ -99,21 +107,39 @@ def test_no_bit_depends_on_batch_chunks_or_threads(
     for num_threads in (1, 2, 5):
         set_threads(num_threads)
         assert torch.equal(step.attend(kernels), together)
-        starts, lens = step.query_starts.tolist(), step.context_lens.tolist()
-        for sequence, (start, end) in enumerate(pairwise(starts)):
-            count = end - start
-            for size in (1, 7, count):
-                pieces = [
-                    alone(
-                        step,
-                        sequence,
-                        first,
-                        min(first + size, count),
-                        lens[sequence] - count + min(first + size, count),
-                    )
-                    for first in range(0, count, size)
-                ]
-                outputs = torch.cat([piece.attend(kernels) for piece in pieces])
+        for sequence, (start, end) in enumerate(pairwise(step.query_starts.tolist())):
+            for size in (1, 7, end - start):
+                outputs = torch.cat([piece.attend(kernels) for piece in chunks(step, sequence, size)])
+                assert torch.equal(outputs, together[start:end])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "group"), [(16, 1), (80, 8), (20, 5), (7, 4), (2, 40), (48, 16)])
+def test_no_bit_depends_on_chunks_of_any_head_size(
+    any_kernels: PagedKernels,
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    set_threads: Callable[[int], None],
+) -> None:
+    """Heads that fill no matrix register, and chunks around its 16 rows and the 32 of a group.
+
+    The contexts have one block, an odd number of them, or an odd number behind a tile of 512 tokens; they
+    grow past borders of blocks within the step, so that rows of one group see unlike numbers of blocks.
+    """
+    steps = [(0, 1), (0, 70), (38, 9), (500, 33), (1030, 1)]
+    step = make_step(steps, dtype=dtype, num_kv_heads=2, group=group, head_dim=head_dim)
+    set_threads(1)
+    together = step.attend(any_kernels)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(together.double(), step.dense(), rtol=tolerance, atol=tolerance)
+    for num_threads, sizes in ((1, (1, 2, 4, 11, 16, 17, 32, 33)), (3, (1, 5, 70))):
+        set_threads(num_threads)
+        assert torch.equal(step.attend(any_kernels), together)
+        for sequence, (start, end) in enumerate(pairwise(step.query_starts.tolist())):
+            for size in sizes:
+                pieces = chunks(step, sequence, size)
+                outputs = torch.cat([piece.attend(any_kernels) for piece in pieces])
                 assert torch.equal(outputs, together[start:end])
 
 

@@ -1,0 +1,152 @@
+"""Tokenising long texts in pieces, of which those met before cost nothing.
+
+A conversation comes back with every turn, and a document with every question about it. Where a byte-level
+tokenizer cuts a text into words before anything else, each word's tokens depend on that word alone; so a text
+may be cut between two words, and its pieces be tokenised by themselves (several at once) and remembered.
+Cuts are counted from the beginning: texts that begin alike are cut alike.
+
+Knows the tokenizers library and which of its steps cut text where; knows no request. Safe to use from several
+threads.
+"""
+
+import json
+import re
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import tokenizers
+
+PIECE_CHARS = 512
+"""Characters of a piece, or a few more: up to the next place where a cut is safe."""
+
+MAX_KEPT_CHARS = 4 << 20
+"""Characters of all pieces that are remembered: some 12 MB with their ids."""
+
+# Between two words of plain letters. All patterns below end a match after a letter that a space follows, and
+# begin the next one with that space; they look neither back nor further ahead.
+_CUT = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+
+_CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_LATER_WORDS = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_PATTERNS = {
+    # GPT-2, also what `ByteLevel` does by itself.
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
+    # Llama 3 (cl100k), and Qwen 2 with single digits.
+    *(
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LATER_WORDS}"
+        for digits in (r"\p{N}{1,3}", r"\p{N}")
+    ),
+    # GPT-4o (o200k), gpt-oss.
+    rf"[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+{_CONTRACTION}?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*{_CONTRACTION}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LATER_WORDS}",
+}
+
+
+def can_cut(inner: tokenizers.Tokenizer) -> bool:
+    """Whether no token, and no choice between tokens, reaches over a cut between two words."""
+    if not isinstance(inner.model, tokenizers.models.BPE) or inner.model.dropout:
+        return False
+    for token in inner.get_added_tokens_decoder().values():
+        # These look at what stands beside them, or may hold the place of a cut.
+        if token.lstrip or token.rstrip or token.single_word or re.search("[A-Za-z] ", token.content):
+            return False
+    # Composing characters (NFC) changes neither a space nor a plain letter before one.
+    if not {step["type"] for step in steps(inner.normalizer, "normalizers")} <= {"NFC"}:
+        return False
+    splits = steps(inner.pre_tokenizer, "pretokenizers")
+    return any(map(_cuts_words, splits)) and all(_cuts_words(step) or _keeps_words(step) for step in splits)
+
+
+def _cuts_words(step: dict[str, Any]) -> bool:
+    if step["type"] == "Split":
+        is_plain = step["behavior"] == "Isolated" and not step["invert"]
+        return is_plain and step["pattern"].get("Regex") in _PATTERNS
+    return step["type"] == "ByteLevel" and bool(step["use_regex"]) and not step["add_prefix_space"]
+
+
+def _keeps_words(step: dict[str, Any]) -> bool:
+    return step["type"] == "Digits" or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+
+
+def steps(component: Any, members: str) -> list[dict[str, Any]]:
+    """The steps that a normalizer, pre-tokenizer or decoder consists of, as in tokenizer.json."""
+    if component is None:
+        return []
+    state: dict[str, Any] = json.loads(component.__getstate__())
+    return state[members] if state["type"] == "Sequence" else [state]
+
+
+class PieceEncoder:
+    """Encodes texts for a tokenizer that `can_cut`.
+
+    `piece_chars` and `max_kept_chars` are as the constants; only tests give others.
+    """
+
+    def __init__(
+        self,
+        inner: tokenizers.Tokenizer,
+        *,
+        piece_chars: int = PIECE_CHARS,
+        max_kept_chars: int = MAX_KEPT_CHARS,
+    ) -> None:
+        self._inner = inner
+        self._piece_chars = piece_chars
+        self._max_kept_chars = max_kept_chars
+        self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
+        self._num_kept_chars = 0
+        self._lock = threading.Lock()
+
+    def encode(self, text: str, salt: str) -> list[int]:
+        """Ids of `text`, without tokens that the tokenizer would add.
+
+        What texts of another `salt` have left behind is not made use of: how long this takes tells nothing
+        about them.
+        """
+        pieces = list(self._cut(text))
+        found = self._look_up(pieces, salt)
+        missing = list(dict.fromkeys(p for p, ids in zip(pieces, found, strict=True) if ids is None))
+        if missing:
+            encodings = self._inner.encode_batch_fast(missing, add_special_tokens=False)
+            fresh = {
+                piece: array("I", encoding.ids) for piece, encoding in zip(missing, encodings, strict=True)
+            }
+            found = [fresh[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)]
+            self._keep(fresh, salt)
+        all_ids: list[int] = []
+        for ids in found:
+            all_ids.extend(ids or ())
+        return all_ids
+
+    def _cut(self, text: str) -> Iterator[str]:
+        start = 0
+        while cut := _CUT.search(text, start + self._piece_chars):
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
+
+    def _look_up(self, pieces: list[str], salt: str) -> "list[array[int] | None]":
+        with self._lock:
+            found = [self._kept.get((salt, piece)) for piece in pieces]
+            for piece, ids in zip(pieces, found, strict=True):
+                if ids is not None:
+                    self._kept.move_to_end((salt, piece))
+        return found
+
+    def _keep(self, fresh: "dict[str, array[int]]", salt: str) -> None:
+        """Remembers these, and forgets those that were longest not met."""
+        with self._lock:
+            for piece, ids in fresh.items():
+                if len(piece) > self._max_kept_chars // 8:
+                    continue
+                if (salt, piece) not in self._kept:
+                    self._num_kept_chars += len(piece)
+                self._kept[salt, piece] = ids
+            while self._num_kept_chars > self._max_kept_chars:
+                (_, piece), _ = self._kept.popitem(last=False)
+                self._num_kept_chars -= len(piece)

@@ -1,0 +1,230 @@
+"""Texts in pieces have the tokens that they have as a whole; what was met before is not tokenised again."""
+
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import pytest
+import tokenizers
+from headrace_router.text import pieces
+from headrace_router.text.pieces import PieceEncoder, can_cut
+from headrace_router.text.tokenizer import Tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors, trainers
+
+CORPUS = [
+    "the cat isn't on the mat, it's in the hat and they'll see; the cats' hats",
+    "a river 1234 runs 56,789 times\n\n  over stones\tand  SHE'LL walk\r\nHello WORLD camelCase x1 2y",
+    "Où est la bibliothèque ? ça va naïve 水车 🌊 — the the the cat cat",
+]
+BY_ITSELF = "by itself"
+PATTERNS = [BY_ITSELF, *sorted(pieces._PATTERNS)]
+
+words = st.sampled_from(
+    [
+        "the",
+        "cat",
+        "a",
+        "I",
+        "SHE'LL",
+        "it's",
+        "x1",
+        "2y",
+        "1234",
+        "水车",
+        "é",
+        "e\u0301",
+        "🌊",
+        "<|end|>",
+        "...",
+        "don't",
+    ]
+)
+gaps = st.sampled_from([" ", " ", " ", "  ", "\n", " \n", "\t", "", "\u00a0", "\r\n\r\n ", "'", " '"])
+texts = st.lists(st.tuples(words, gaps), max_size=60).map(lambda parts: "".join(w + g for w, g in parts))
+
+
+def byte_level_bpe(pattern: str = BY_ITSELF, **more: Any) -> tokenizers.Tokenizer:
+    """A little tokenizer that cuts words by `pattern`, its merges learnt."""
+    inner = tokenizers.Tokenizer(models.BPE(**more))
+    if pattern == BY_ITSELF:
+        inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        split = pre_tokenizers.Split(Regex(pattern), "isolated")
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        inner.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    inner.train_from_iterator(CORPUS * 3, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet))
+    inner.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return inner
+
+
+@pytest.fixture(scope="module", params=PATTERNS)
+def inner(request: pytest.FixtureRequest) -> tokenizers.Tokenizer:
+    return byte_level_bpe(request.param)
+
+
+@given(text=texts, piece_chars=st.integers(1, 30))
+def test_pieces_have_the_tokens_of_the_whole(
+    inner: tokenizers.Tokenizer, text: str, piece_chars: int
+) -> None:
+    whole = inner.encode(text, add_special_tokens=False).ids
+    encoder = PieceEncoder(inner, piece_chars=piece_chars, max_kept_chars=100)
+    assert can_cut(inner)
+    assert encoder.encode(text, "") == whole
+    assert encoder.encode(text, "") == whole
+
+
+def test_with_digits_and_composed_characters(byte_level: Tokenizer) -> None:
+    inner = byte_level_bpe()
+    inner.normalizer = normalizers.NFC()
+    inner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), inner.pre_tokenizer]
+    )
+    assert can_cut(inner)
+    text = "the cate\u0301 e\u0301 cat 1234 the cat " * 9
+    encoder = PieceEncoder(inner, piece_chars=1)
+    assert encoder.encode(text, "") == inner.encode(text, add_special_tokens=False).ids
+
+
+class Counting:
+    """A tokenizer that counts the texts it is given."""
+
+    def __init__(self, inner: tokenizers.Tokenizer) -> None:
+        self._inner = inner
+        self.texts: list[str] = []
+
+    def encode_batch_fast(self, batch: list[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        self.texts += batch
+        encodings: list[tokenizers.Encoding] = self._inner.encode_batch_fast(
+            batch, add_special_tokens=add_special_tokens
+        )
+        return encodings
+
+
+@pytest.fixture
+def counting() -> Counting:
+    return Counting(byte_level_bpe())
+
+
+def fresh_words() -> Iterator[str]:
+    """Words of letters alone, none twice."""
+    return ("".join(chr(97 + int(digit)) for digit in str(number)) for number in count(1000))
+
+
+def test_only_what_is_new_is_tokenised(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    words = fresh_words()
+    turn = " ".join(next(words) for _ in range(100))
+    encoder.encode(turn, "")
+    assert "".join(counting.texts) == turn and len(counting.texts) > 15
+    counting.texts.clear()
+    encoder.encode(turn, "")
+    assert not counting.texts
+    encoder.encode(turn + " and one more", "")
+    # The last piece was shorter than the others: it goes on.
+    assert len(counting.texts) <= 2 and "".join(counting.texts).endswith(" and one more")
+
+
+def test_another_salt_finds_nothing(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    words = fresh_words()
+    text = " ".join(next(words) for _ in range(100))
+    for salt in ("", "a", "b"):
+        counting.texts.clear()
+        encoder.encode(text, salt)
+        assert "".join(counting.texts) == text
+
+
+def test_what_is_remembered_has_a_bound_and_the_latest_stay(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20, max_kept_chars=1000)  # type: ignore[arg-type]
+    words = fresh_words()
+    often = " ".join(next(words) for _ in range(40))
+    for _ in range(50):
+        encoder.encode(" ".join(next(words) for _ in range(40)), "")
+        encoder.encode(often, "")
+    counting.texts.clear()
+    encoder.encode(often, "")
+    assert not counting.texts
+    assert sum(len(piece) for _, piece in encoder._kept) == encoder._num_kept_chars <= 1000
+
+
+def test_a_text_without_a_cut_is_one_piece_and_not_remembered_when_large(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20, max_kept_chars=1000)  # type: ignore[arg-type]
+    encoder.encode("水" * 300, "")
+    assert counting.texts == ["水" * 300] and not encoder._kept
+
+
+def lower(inner: tokenizers.Tokenizer) -> None:
+    inner.normalizer = normalizers.Lowercase()
+
+
+def prefixed(inner: tokenizers.Tokenizer) -> None:
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def uncut(inner: tokenizers.Tokenizer) -> None:
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def other_pattern(inner: tokenizers.Tokenizer) -> None:
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{L}+ \p{L}+|."), "isolated")
+
+
+def removing(inner: tokenizers.Tokenizer) -> None:
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERNS[1]), "removed")
+
+
+def adding(**options: Any) -> Callable[[tokenizers.Tokenizer], None]:
+    def add(inner: tokenizers.Tokenizer) -> None:
+        inner.add_tokens([AddedToken(**options)])
+
+    return add
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lower,
+        prefixed,
+        uncut,
+        other_pattern,
+        removing,
+        adding(content="the cat"),
+        adding(content="cat "),
+        adding(content="<x>", lstrip=True),
+        adding(content="<x>", rstrip=True),
+        adding(content=" cat", single_word=True),
+    ],
+)
+def test_tokenizers_that_are_left_whole(change: Callable[[tokenizers.Tokenizer], None]) -> None:
+    inner = byte_level_bpe()
+    assert can_cut(inner)
+    change(inner)
+    assert not can_cut(inner)
+
+
+def test_other_models_are_left_whole(sentencepiece: Tokenizer) -> None:
+    assert sentencepiece._pieces is None
+    assert not can_cut(byte_level_bpe(dropout=0.1))
+    assert not can_cut(tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a")))
+
+
+def test_the_tokenizer_adds_what_it_adds_to_short_texts() -> None:
+    inner = byte_level_bpe()
+    end = inner.token_to_id("<|end|>")
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|end|> $A <|end|> <|end|>", pair=None, special_tokens=[("<|end|>", end)]
+    )
+    tokenizer = Tokenizer(inner)
+    for text in ("the cat", "the cat sat on the mat " * 200):
+        for adds in (True, False):
+            assert tokenizer.encode_ids(text, adds) == inner.encode(text, add_special_tokens=adds).ids
+    assert tokenizer._pieces is not None and tokenizer._pieces._kept
+
+
+def test_a_tokenizer_whose_additions_are_unknown_is_left_whole() -> None:
+    inner = tokenizers.Tokenizer(models.BPE(vocab={"b": 0}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert can_cut(inner) and Tokenizer(inner)._pieces is None
