@@ -11,7 +11,6 @@ threads.
 
 import json
 import re
-import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ import tokenizers
 PIECE_CHARS = 512
 """Characters of a piece, or a few more: up to the next place where a cut is safe."""
 
-MAX_KEPT_CHARS = 4 << 20
-"""Characters of all pieces that are remembered: some 12 MB with their ids."""
+MAX_KEPT_PIECES = 8192
+"""Pieces that are remembered: four million characters, some 12 MB with their ids."""
 
 # Between two words of plain letters. All patterns below end a match after a letter that a space follows, and
 # begin the next one with that space; they look neither back nor further ahead.
@@ -85,7 +84,9 @@ def steps(component: Any, members: str) -> list[dict[str, Any]]:
 class PieceEncoder:
     """Encodes texts for a tokenizer that `can_cut`.
 
-    `piece_chars` and `max_kept_chars` are as the constants; only tests give others.
+    `piece_chars` and `max_kept_pieces` are as the constants; only tests give others. What is remembered is only
+    touched in single steps of the interpreter, so threads need not wait for one another; at worst one tokenises
+    what another is just looking up.
     """
 
     def __init__(
@@ -93,14 +94,12 @@ class PieceEncoder:
         inner: tokenizers.Tokenizer,
         *,
         piece_chars: int = PIECE_CHARS,
-        max_kept_chars: int = MAX_KEPT_CHARS,
+        max_kept_pieces: int = MAX_KEPT_PIECES,
     ) -> None:
         self._inner = inner
         self._piece_chars = piece_chars
-        self._max_kept_chars = max_kept_chars
+        self._max_kept_pieces = max_kept_pieces
         self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
-        self._num_kept_chars = 0
-        self._lock = threading.Lock()
 
     def encode(self, text: str, salt: str) -> list[int]:
         """Ids of `text`, without tokens that the tokenizer would add.
@@ -109,18 +108,15 @@ class PieceEncoder:
         about them.
         """
         pieces = list(self._cut(text))
-        found = self._look_up(pieces, salt)
-        missing = list(dict.fromkeys(p for p, ids in zip(pieces, found, strict=True) if ids is None))
-        if missing:
+        found = {piece: ids for piece in pieces if (ids := self._recall(piece, salt)) is not None}
+        if missing := [piece for piece in dict.fromkeys(pieces) if piece not in found]:
             encodings = self._inner.encode_batch_fast(missing, add_special_tokens=False)
-            fresh = {
-                piece: array("I", encoding.ids) for piece, encoding in zip(missing, encodings, strict=True)
-            }
-            found = [fresh[piece] if ids is None else ids for piece, ids in zip(pieces, found, strict=True)]
-            self._keep(fresh, salt)
+            for piece, encoding in zip(missing, encodings, strict=True):
+                found[piece] = array("I", encoding.ids)
+                self._keep(piece, salt, found[piece])
         all_ids: list[int] = []
-        for ids in found:
-            all_ids.extend(ids or ())
+        for piece in pieces:
+            all_ids.extend(found[piece])
         return all_ids
 
     def _cut(self, text: str) -> Iterator[str]:
@@ -130,23 +126,15 @@ class PieceEncoder:
             start = cut.start()
         yield text[start:]
 
-    def _look_up(self, pieces: list[str], salt: str) -> "list[array[int] | None]":
-        with self._lock:
-            found = [self._kept.get((salt, piece)) for piece in pieces]
-            for piece, ids in zip(pieces, found, strict=True):
-                if ids is not None:
-                    self._kept.move_to_end((salt, piece))
-        return found
+    def _recall(self, piece: str, salt: str) -> "array[int] | None":
+        ids = self._kept.pop((salt, piece), None)
+        if ids is not None:
+            self._kept[salt, piece] = ids  # behind all others, as the one that was met last
+        return ids
 
-    def _keep(self, fresh: "dict[str, array[int]]", salt: str) -> None:
-        """Remembers these, and forgets those that were longest not met."""
-        with self._lock:
-            for piece, ids in fresh.items():
-                if len(piece) > self._max_kept_chars // 8:
-                    continue
-                if (salt, piece) not in self._kept:
-                    self._num_kept_chars += len(piece)
-                self._kept[salt, piece] = ids
-            while self._num_kept_chars > self._max_kept_chars:
-                (_, piece), _ = self._kept.popitem(last=False)
-                self._num_kept_chars -= len(piece)
+    def _keep(self, piece: str, salt: str, ids: "array[int]") -> None:
+        # Where there is no cut for long, as in other scripts, a piece is as long.
+        if len(piece) <= 2 * self._piece_chars:
+            self._kept[salt, piece] = ids
+        while len(self._kept) > self._max_kept_pieces:
+            self._kept.popitem(last=False)

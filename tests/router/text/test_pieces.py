@@ -1,7 +1,8 @@
 """Texts in pieces have the tokens that they have as a whole; what was met before is not tokenised again."""
 
 from collections.abc import Callable, Iterator
-from itertools import count
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice
 from typing import Any
 
 import pytest
@@ -70,7 +71,7 @@ def test_pieces_have_the_tokens_of_the_whole(
     inner: tokenizers.Tokenizer, text: str, piece_chars: int
 ) -> None:
     whole = inner.encode(text, add_special_tokens=False).ids
-    encoder = PieceEncoder(inner, piece_chars=piece_chars, max_kept_chars=100)
+    encoder = PieceEncoder(inner, piece_chars=piece_chars, max_kept_pieces=5)
     assert can_cut(inner)
     assert encoder.encode(text, "") == whole
     assert encoder.encode(text, "") == whole
@@ -138,7 +139,7 @@ def test_another_salt_finds_nothing(counting: Counting) -> None:
 
 
 def test_what_is_remembered_has_a_bound_and_the_latest_stay(counting: Counting) -> None:
-    encoder = PieceEncoder(counting, piece_chars=20, max_kept_chars=1000)  # type: ignore[arg-type]
+    encoder = PieceEncoder(counting, piece_chars=20, max_kept_pieces=60)  # type: ignore[arg-type]
     words = fresh_words()
     often = " ".join(next(words) for _ in range(40))
     for _ in range(50):
@@ -147,11 +148,27 @@ def test_what_is_remembered_has_a_bound_and_the_latest_stay(counting: Counting) 
     counting.texts.clear()
     encoder.encode(often, "")
     assert not counting.texts
-    assert sum(len(piece) for _, piece in encoder._kept) == encoder._num_kept_chars <= 1000
+    assert len(encoder._kept) == 60
+
+
+def test_threads_do_not_disturb_one_another() -> None:
+    inner = byte_level_bpe()
+    encoder = PieceEncoder(inner, piece_chars=5, max_kept_pieces=20)
+    words = list(islice(fresh_words(), 60))
+    texts = [" ".join(words[start:] + words[:start]) for start in range(8)]
+    wholes = [inner.encode(text, add_special_tokens=False).ids for text in texts]
+
+    def encode_all(first: int) -> list[list[int]]:
+        return [encoder.encode(texts[(first + i) % 8], "") for i in range(400)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for first, found in enumerate(pool.map(encode_all, range(4))):
+            assert found == [wholes[(first + i) % 8] for i in range(400)]
+    assert len(encoder._kept) <= 20
 
 
 def test_a_text_without_a_cut_is_one_piece_and_not_remembered_when_large(counting: Counting) -> None:
-    encoder = PieceEncoder(counting, piece_chars=20, max_kept_chars=1000)  # type: ignore[arg-type]
+    encoder = PieceEncoder(counting, piece_chars=20, max_kept_pieces=60)  # type: ignore[arg-type]
     encoder.encode("水" * 300, "")
     assert counting.texts == ["水" * 300] and not encoder._kept
 
