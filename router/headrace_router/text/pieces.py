@@ -84,9 +84,9 @@ def steps(component: Any, members: str) -> list[dict[str, Any]]:
 class PieceEncoder:
     """Encodes texts for a tokenizer that `can_cut`.
 
-    `piece_chars` and `max_kept_pieces` are as the constants; only tests give others. What is remembered is only
-    touched in single steps of the interpreter, so threads need not wait for one another; at worst one tokenises
-    what another is just looking up.
+    `piece_chars` and `max_kept_pieces` are as the constants; only tests give others. What is remembered is
+    touched in single steps of the interpreter only, so threads need not wait for one another; at worst one
+    tokenises what another is just looking up.
     """
 
     def __init__(
