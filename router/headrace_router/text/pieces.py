@@ -101,11 +101,11 @@ class PieceEncoder:
         self._max_kept_pieces = max_kept_pieces
         self._kept: OrderedDict[tuple[str, str], array[int]] = OrderedDict()
 
-    def encode(self, text: str, salt: str) -> list[int]:
+    def encode(self, text: str, salt: str | None) -> list[int]:
         """Ids of `text`, without tokens that the tokenizer would add.
 
         What texts of another `salt` have left behind is not made use of: how long this takes tells nothing
-        about them.
+        about them. Without a salt nothing is made use of, or left behind.
         """
         pieces = list(self._cut(text))
         found = {piece: ids for piece in pieces if (ids := self._recall(piece, salt)) is not None}
@@ -126,15 +126,17 @@ class PieceEncoder:
             start = cut.start()
         yield text[start:]
 
-    def _recall(self, piece: str, salt: str) -> "array[int] | None":
+    def _recall(self, piece: str, salt: str | None) -> "array[int] | None":
+        if salt is None:
+            return None
         ids = self._kept.pop((salt, piece), None)
         if ids is not None:
             self._kept[salt, piece] = ids  # behind all others, as the one that was met last
         return ids
 
-    def _keep(self, piece: str, salt: str, ids: "array[int]") -> None:
+    def _keep(self, piece: str, salt: str | None, ids: "array[int]") -> None:
         # Where there is no cut for long, as in other scripts, a piece is as long.
-        if len(piece) <= 2 * self._piece_chars:
+        if salt is not None and len(piece) <= 2 * self._piece_chars:
             self._kept[salt, piece] = ids
         while len(self._kept) > self._max_kept_pieces:
             self._kept.popitem(last=False)

@@ -112,10 +112,10 @@ class Tokenizer:
         encoding = self._inner.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         return Encoding(ids=encoding.ids, offsets=encoding.offsets)
 
-    def encode_ids(self, text: str, add_special_tokens: bool, salt: str = "") -> list[int]:
+    def encode_ids(self, text: str, add_special_tokens: bool, salt: str | None = None) -> list[int]:
         """Ids alone, which is faster, above all for a long text that begins like one of the same `salt`.
 
-        `text` holds no surrogates.
+        Without a salt no text has to do with another. `text` holds no surrogates.
         """
         if self._pieces is not None and self._additions is not None and len(text) > 2 * PIECE_CHARS:
             before, behind = self._additions if add_special_tokens else ([], [])

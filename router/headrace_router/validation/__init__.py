@@ -211,7 +211,9 @@ class Validator:
         least = self._tokenizer.least_tokens(text)
         if truncate is None and least > limits.max_input_tokens:
             raise _prompt_too_long(source, f"at least {least}", limits)
-        ids = self._tokenizer.encode_ids(text, add_special_tokens, salt or "")
+        # Who wants nothing computed to be found again does not want to find it tokenised either.
+        shared = (salt or "") if self._config.prefix_caching else None
+        ids = self._tokenizer.encode_ids(text, add_special_tokens, shared)
         if not ids:
             raise invalid(f"`{source}` cannot be empty", source)
         if max(ids) >= limits.vocab_size:

@@ -138,6 +138,15 @@ def test_another_salt_finds_nothing(counting: Counting) -> None:
         assert "".join(counting.texts) == text
 
 
+def test_nothing_is_remembered_without_a_salt(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    text = " ".join(islice(fresh_words(), 100))
+    for salt in (None, "", None):
+        counting.texts.clear()
+        encoder.encode(text, salt)
+        assert "".join(counting.texts) == text
+
+
 def test_what_is_remembered_has_a_bound_and_the_latest_stay(counting: Counting) -> None:
     encoder = PieceEncoder(counting, piece_chars=20, max_kept_pieces=60)  # type: ignore[arg-type]
     words = fresh_words()
@@ -237,7 +246,7 @@ def test_the_tokenizer_adds_what_it_adds_to_short_texts() -> None:
     tokenizer = Tokenizer(inner)
     for text in ("the cat", "the cat sat on the mat " * 200):
         for adds in (True, False):
-            assert tokenizer.encode_ids(text, adds) == inner.encode(text, add_special_tokens=adds).ids
+            assert tokenizer.encode_ids(text, adds, "") == inner.encode(text, add_special_tokens=adds).ids
     assert tokenizer._pieces is not None and tokenizer._pieces._kept
 
 

@@ -310,3 +310,22 @@ def test_texts_are_tokenised_in_threads_of_their_own(front: Front, monkeypatch: 
         return turns
 
     assert asyncio.run(ask()) >= 10
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_tokenised_prompts_are_shared_as_computed_ones_are(
+    make_front: Callable[..., Front], monkeypatch: pytest.MonkeyPatch, prefix_caching: bool
+) -> None:
+    front = make_front(prefix_caching=prefix_caching)
+    salts: list[str | None] = []
+    encode_ids = front.tokenizer.encode_ids
+
+    def listening(text: str, add_special_tokens: bool, salt: str | None) -> list[int]:
+        salts.append(salt)
+        return encode_ids(text, add_special_tokens, salt)
+
+    monkeypatch.setattr(front.tokenizer, "encode_ids", listening)
+    for ask in (front.generate, front.chat, front.completion):
+        ask()
+        ask(cache_salt="one")
+    assert salts == (["", "one"] * 3 if prefix_caching else [None] * 6)
