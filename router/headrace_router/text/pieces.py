@@ -11,6 +11,7 @@ threads.
 
 import json
 import re
+import unicodedata
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ import tokenizers
 PIECE_CHARS = 512
 """Characters of a piece, or a few more: up to the next place where a cut is safe."""
 
-MAX_KEPT_PIECES = 8192
-"""Pieces that are remembered: four million characters, some 12 MB with their ids."""
+MAX_KEPT_PIECES = 4096
+"""Pieces that are remembered: two million characters, with their ids some 6 MB, or 35 MB at worst."""
 
 # Between two words of plain letters. All patterns below end a match after a letter that a space follows, and
 # begin the next one with that space; they look neither back nor further ahead.
@@ -53,13 +54,21 @@ def can_cut(inner: tokenizers.Tokenizer) -> bool:
         return False
     for token in inner.get_added_tokens_decoder().values():
         # These look at what stands beside them, or may hold the place of a cut.
-        if token.lstrip or token.rstrip or token.single_word or re.search("[A-Za-z] ", token.content):
+        written = token.content + "\n" + unicodedata.normalize("NFC", token.content)
+        if token.lstrip or token.rstrip or token.single_word or re.search("[A-Za-z] ", written):
             return False
     # Composing characters (NFC) changes neither a space nor a plain letter before one.
     if not {step["type"] for step in steps(inner.normalizer, "normalizers")} <= {"NFC"}:
         return False
-    splits = steps(inner.pre_tokenizer, "pretokenizers")
-    return any(map(_cuts_words, splits)) and all(_cuts_words(step) or _keeps_words(step) for step in splits)
+    is_cut = False
+    for step in steps(inner.pre_tokenizer, "pretokenizers"):
+        is_cut = is_cut or _cuts_words(step)
+        # Bytes are spelled as letters: whoever looks for words behind that finds others.
+        if not is_cut and step["type"] != "Digits":
+            return False
+        if not (_cuts_words(step) or _keeps_words(step)):
+            return False
+    return is_cut
 
 
 def _cuts_words(step: dict[str, Any]) -> bool:
@@ -136,7 +145,7 @@ class PieceEncoder:
 
     def _keep(self, piece: str, salt: str | None, ids: "array[int]") -> None:
         # Where there is no cut for long, as in other scripts, a piece is as long.
-        if salt is not None and len(piece) <= 2 * self._piece_chars:
+        if salt is not None and max(len(piece), len(ids)) <= 2 * self._piece_chars:
             self._kept[salt, piece] = ids
         while len(self._kept) > self._max_kept_pieces:
             self._kept.popitem(last=False)

@@ -159,12 +159,16 @@ class Tokenizer:
 
     def _find_additions(self) -> tuple[list[int], list[int]] | None:
         """Ids that are put before and behind those of any text; None where that cannot be told."""
-        text = self._inner.encode("a", add_special_tokens=False).ids
-        whole = self._inner.encode("a", add_special_tokens=True).ids
-        for place in range(len(whole) - len(text) + 1):
-            if text and whole[place : place + len(text)] == text:
-                return whole[:place], whole[place + len(text) :]
-        return None
+        found = []
+        for probe in ("a", "b c"):
+            text = self._inner.encode(probe, add_special_tokens=False).ids
+            whole = self._inner.encode(probe, add_special_tokens=True).ids
+            size = len(text)
+            places = [i for i in range(len(whole) - size + 1) if whole[i : i + size] == text]
+            if len(places) != 1 or (probe == "a" and size != 1):
+                return None
+            found.append((whole[: places[0]], whole[places[0] + size :]))
+        return found[0] if found[0] == found[1] else None
 
     def _find_bytes(self, token_id: int) -> bytes:
         token = self._inner.id_to_token(token_id)

@@ -198,6 +198,16 @@ def other_pattern(inner: tokenizers.Tokenizer) -> None:
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"\p{L}+ \p{L}+|."), "isolated")
 
 
+def spelled_first(inner: tokenizers.Tokenizer) -> None:
+    spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([spelling, inner.pre_tokenizer])
+
+
+def composed(inner: tokenizers.Tokenizer) -> None:
+    inner.normalizer = normalizers.NFC()
+    inner.add_tokens([AddedToken("\N{KELVIN SIGN} b", normalized=True)])
+
+
 def removing(inner: tokenizers.Tokenizer) -> None:
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERNS[1]), "removed")
 
@@ -217,6 +227,8 @@ def adding(**options: Any) -> Callable[[tokenizers.Tokenizer], None]:
         uncut,
         other_pattern,
         removing,
+        spelled_first,
+        composed,
         adding(content="the cat"),
         adding(content="cat "),
         adding(content="<x>", lstrip=True),
@@ -248,6 +260,25 @@ def test_the_tokenizer_adds_what_it_adds_to_short_texts() -> None:
         for adds in (True, False):
             assert tokenizer.encode_ids(text, adds, "") == inner.encode(text, add_special_tokens=adds).ids
     assert tokenizer._pieces is not None and tokenizer._pieces._kept
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["a $A", "a $A a", "<|end|> $A $A <|end|>", "$A a"],
+)
+def test_additions_that_cannot_be_told_from_the_text(template: str) -> None:
+    inner = byte_level_bpe()
+    special = [(token, inner.token_to_id(token)) for token in ("a", "<|end|>")]
+    inner.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=special)
+    tokenizer, text = Tokenizer(inner), "the cat sat on the mat " * 100
+    assert can_cut(inner) and tokenizer._pieces is None
+    assert tokenizer.encode_ids(text, True, "") == inner.encode(text).ids
+
+
+def test_pieces_of_very_many_tokens_are_not_remembered(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    encoder.encode("\N{WATER WAVE}" * 30 + "a a", "")
+    assert [piece for _, piece in encoder._kept] == [" a"]
 
 
 def test_a_tokenizer_whose_additions_are_unknown_is_left_whole() -> None:
