@@ -62,11 +62,10 @@ def can_cut(inner: tokenizers.Tokenizer) -> bool:
         return False
     is_cut = False
     for step in steps(inner.pre_tokenizer, "pretokenizers"):
-        is_cut = is_cut or _cuts_words(step)
+        if _cuts_words(step):
+            is_cut = True
         # Bytes are spelled as letters: whoever looks for words behind that finds others.
-        if not is_cut and step["type"] != "Digits":
-            return False
-        if not (_cuts_words(step) or _keeps_words(step)):
+        elif step["type"] != "Digits" and not (is_cut and _spells_bytes(step)):
             return False
     return is_cut
 
@@ -75,11 +74,11 @@ def _cuts_words(step: dict[str, Any]) -> bool:
     if step["type"] == "Split":
         is_plain = step["behavior"] == "Isolated" and not step["invert"]
         return is_plain and step["pattern"].get("Regex") in _PATTERNS
-    return step["type"] == "ByteLevel" and bool(step["use_regex"]) and not step["add_prefix_space"]
+    return _spells_bytes(step) and bool(step["use_regex"])
 
 
-def _keeps_words(step: dict[str, Any]) -> bool:
-    return step["type"] == "Digits" or (step["type"] == "ByteLevel" and not step["add_prefix_space"])
+def _spells_bytes(step: dict[str, Any]) -> bool:
+    return step["type"] == "ByteLevel" and not step["add_prefix_space"]
 
 
 def steps(component: Any, members: str) -> list[dict[str, Any]]:
