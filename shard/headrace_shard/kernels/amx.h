@@ -15,6 +15,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 namespace headrace {
 
 // Whether this process may use matrix registers. The kernel wants to be asked, since they make what it keeps of
@@ -55,12 +57,24 @@ class Multiplier<MatrixProducts> {
 
    public:
     static constexpr int kGroupRows = 2 * kRows;
-    // So fast that what counts is to read the weights but once, in one piece.
     static constexpr int kPanelVectors = 2;
     static constexpr int kPanelColumns = kPanelVectors * kWidth;
-    static constexpr int kUnitGroups = 16;
+    // So fast that what counts is where the numbers come from: all rows that stay in the second-level cache
+    // while panel after panel is read.
+    static int64_t unit_groups(int64_t depth) {
+        constexpr int64_t kUnitBytes = 512 * 1024;
+        return std::max<int64_t>(1, kUnitBytes / (kGroupRows * depth * 4));
+    }
     static int unit_vectors(int64_t) { return kPanelVectors; }
     static constexpr int kMatrixWords = kRows;
+    static constexpr int kMatrixColumns = kWidth;
+
+    // As many as fit that divide the depth.
+    static int matrix_words(int64_t depth) {
+        int num_words = kMatrixWords;
+        while (depth % num_words) --num_words;
+        return num_words;
+    }
 
     Multiplier() = default;
     Multiplier(const Multiplier&) = delete;
@@ -71,8 +85,7 @@ class Multiplier<MatrixProducts> {
     template <class Columns>
     void operator()(int num_rows, int num_vectors, const uint32_t* a, int64_t a_stride, const Columns& columns,
                     float* c, int64_t c_stride, int64_t depth) {
-        int num_words = kMatrixWords;  // as many as fit that divide the depth
-        while (depth % num_words) --num_words;
+        int num_words = matrix_words(depth);
         if (num_rows != num_rows_ || num_words != num_words_) configure(num_rows, num_words);
         a_stride *= 4;
         c_stride *= 4;

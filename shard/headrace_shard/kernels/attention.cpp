@@ -24,7 +24,10 @@ void write_tokens(const Write& call, int64_t first, int64_t last) {
 
 template <class Products>
 void write_shared(Team::Member& member, const Write& call) {
-    member.share_numbers(call.num_tokens, call.num_kv_heads * call.head_dim, [&](int64_t first, int64_t last) {
+    // By many tokens at once, for neighbours share lines of a block, and threads that write to the same line wait
+    // for each other.
+    int64_t fair = call.num_tokens / (4 * member.size()) / kBlockSize * kBlockSize;
+    member.share(call.num_tokens, std::max<int64_t>(fair, kBlockSize), [&](int64_t first, int64_t last) {
         write_tokens<Products>(call, first, last);
     });
 }

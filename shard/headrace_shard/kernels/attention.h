@@ -24,9 +24,9 @@ class Attention {
           partials_{partials, partials + plan.num_partials, partials + 2 * plan.num_partials, padded_dim_} {}
 
     void run(Team::Member& member) {
-        member.share(plan_.tasks.size(), 1, [&](int64_t first, int64_t last) {
+        member.share_stretches(plan_.tasks.size(), [&](int64_t task, int64_t next) {
             static thread_local Workspace workspace;
-            for (int64_t task = first; task < last; ++task) run_task(task, workspace, member.size());
+            run_task(plan_.tasks[task], next == task ? nullptr : &plan_.tasks[next], workspace);
         });
         if (plan_.num_partials == 0) return;
         member.share(plan_.items.size(), 1, [&](int64_t first, int64_t last) {
@@ -36,8 +36,8 @@ class Attention {
     }
 
    private:
-    void run_task(int64_t task_index, Workspace& workspace, int num_threads) {
-        const Task& task = plan_.tasks[task_index];
+    // `next` is the task that this thread will probably take after this one, or null.
+    void run_task(const Task& task, const Task* next, Workspace& workspace) {
         const Item& item = plan_.items[task.item];
         int num_rows = item.num_tokens * group_;
         Tiles tiles(workspace, num_rows, call_.head_dim, call_.scale);
@@ -54,7 +54,7 @@ class Attention {
                 tiles.expect(key_cache, value_cache, blocks(item, tile + 1), block_stride,
                              num_blocks(item, tile + 1));
             else
-                expect_task(tiles, task_index + num_threads);
+                expect_task(tiles, next);
             int first_visible = item.num_visible - item.num_tokens + 1 - start;  // tokens that row 0 sees
             for (int row = 0; row < num_rows; row += kGroupRows)
                 attend_group(tiles, item, tile, row, std::min(kGroupRows, num_rows - row), first_visible);
@@ -62,16 +62,13 @@ class Attention {
         if (item.partials < 0) finish(item, num_rows, tiles.rows);
     }
 
-    // The thread will probably take this task next.
-    void expect_task(Tiles& tiles, int64_t task_index) const {
+    void expect_task(Tiles& tiles, const Task* task) const {
         int64_t head_elements = block_elements(call_.head_dim), stride = head_elements * call_.num_kv_heads;
-        if (task_index >= (int64_t)plan_.tasks.size())
-            return tiles.expect(nullptr, nullptr, nullptr, stride, 0);
-        const Task& task = plan_.tasks[task_index];
-        const Item& item = plan_.items[task.item];
+        if (!task) return tiles.expect(nullptr, nullptr, nullptr, stride, 0);
+        const Item& item = plan_.items[task->item];
         tiles.expect((const Element*)call_.key_cache + item.kv_head * head_elements,
                      (const Element*)call_.value_cache + item.kv_head * head_elements,
-                     blocks(item, task.first_tile), stride, num_blocks(item, task.first_tile));
+                     blocks(item, task->first_tile), stride, num_blocks(item, task->first_tile));
     }
 
     const int32_t* blocks(const Item& item, int tile) const {

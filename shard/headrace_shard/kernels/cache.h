@@ -54,13 +54,15 @@ void copy_values(const Element* block, int num_tokens, int numbers_per_word, int
             std::memcpy(target + i, block + i, rest * sizeof *block);
 }
 
-// Keys of the blocks as columns, a token each. `ahead` is called in for as many lines as are read: what lies
-// in blocks all over the memory gives the processor's own prefetching nothing to guess from.
+// Keys of the blocks as columns, a token each. Blocks `ahead`, num_ahead for each vector, are called in meanwhile:
+// what lies all over the memory gives the processor's own prefetching nothing to guess from. Vectors call in as
+// many lines as they read, matrices ahead_word_bytes with every word.
 template <class Products, int num_ahead>
 struct KeyColumns {
     using Element = typename Products::Element;
     const Element* vectors[kVectorsAtOnce];
     const Element* ahead[kVectorsAtOnce * num_ahead + 1];
+    int64_t ahead_word_bytes = 0;
 
     Words operator()(int64_t k, int j) const {
         int64_t offset = k * kBlockSize * Products::kPerWord;
@@ -72,12 +74,11 @@ struct KeyColumns {
 
     static constexpr int64_t word_bytes() { return kBlockSize * 4; }
     const Element* matrix(int64_t k, int j) const {
-        int64_t offset = k * kBlockSize * Products::kPerWord;
-        if constexpr (num_ahead > 0)
-#pragma GCC unroll 16
-            for (int i = 0; i < Multiplier<Products>::kMatrixWords; ++i)
-                __builtin_prefetch((const char*)(ahead[j * num_ahead] + offset) + i * word_bytes(), 0, 2);
-        return vectors[j] + offset;
+        int64_t begin = k * ahead_word_bytes, end = begin + Multiplier<Products>::kMatrixWords * ahead_word_bytes;
+        for (int i = 0; i < num_ahead; ++i)
+            for (int64_t byte = begin; byte < end; byte += kLineBytes)
+                __builtin_prefetch((const char*)ahead[j * num_ahead + i] + byte, 0, 2);
+        return vectors[j] + k * kBlockSize * Products::kPerWord;
     }
 };
 

@@ -59,6 +59,22 @@ int headrace_panel_columns(int format) {
     return num_columns;
 }
 
+int headrace_matrix_columns(int format) {
+    int num_columns = 0;
+    with_products(static_cast<Format>(format), [&](auto products) {
+        num_columns = Multiplier<decltype(products)>::kMatrixColumns;
+    });
+    return num_columns;
+}
+
+int headrace_matrix_words(int format, int64_t depth) {
+    int num_words = 0;
+    with_products(static_cast<Format>(format), [&](auto products) {
+        num_words = Multiplier<decltype(products)>::matrix_words(depth);
+    });
+    return num_words;
+}
+
 int headrace_numbers_per_word(int format) {
     return static_cast<Format>(format) == Format::bfloat16 ? BFloat16Products::kPerWord : 1;
 }

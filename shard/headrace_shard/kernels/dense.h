@@ -2,7 +2,8 @@
 //
 // Knows packed weights and number formats; knows nothing of layers. W lies packed as panels of some
 // columns of Y, [panel][depth in words][columns][numbers in a word], in the model's own format: one
-// pass over W in the order of memory. Every number of Y is summed along the depth in one order, whatever rows
+// pass over W in the order of memory. Where matrices are multiplied a panel is cut into them, [panel][depth in
+// matrices][matrices beside each other][words of a matrix][its columns][numbers in a word]. Every number of Y is summed along the depth in one order, whatever rows
 // stand beside it and on how many threads: a row's result never depends on its neighbours.
 #pragma once
 
@@ -26,29 +27,24 @@ inline Floats silu(Floats x) {
 template <class Products>
 struct PanelColumns {
     static constexpr int kPanelColumns = Multiplier<Products>::kPanelColumns;
-    static constexpr int kMatrixWords = Multiplier<Products>::kMatrixWords;
-    const typename Products::Element* panel;
-    bool is_fresh;  // not read yet by this thread: matrices call in what follows
+    using Element = typename Products::Element;
+    const Element* panel;
+    int num_words;                // of a matrix
+    const char* ahead = nullptr;  // what the thread will read next: matrices call in some of it with every word
+    int64_t ahead_word_bytes = 0;
 
     Words operator()(int64_t k, int j) const {
-        const typename Products::Element* words = at(k, j);
+        const Element* words = panel + (k * kPanelColumns + j * kWidth) * Products::kPerWord;
         __builtin_prefetch((const char*)words + kAhead, 0, 2);
         return Products::load_columns(words);
     }
 
-    static constexpr int64_t word_bytes() { return kPanelColumns * 4; }
-    const typename Products::Element* matrix(int64_t k, int j) const {
-        const typename Products::Element* words = at(k, j);
-        if (is_fresh)
-#pragma GCC unroll 16
-            for (int i = 0; i < kMatrixWords; ++i)
-                __builtin_prefetch((const char*)words + kAhead + i * word_bytes(), 0, 2);
-        return words;
-    }
-
-   private:
-    const typename Products::Element* at(int64_t k, int j) const {
-        return panel + (k * kPanelColumns + j * kWidth) * Products::kPerWord;
+    static constexpr int64_t word_bytes() { return kWidth * 4; }
+    const Element* matrix(int64_t k, int j) const {
+        if (j == 0)
+            for (int64_t byte = k * ahead_word_bytes; byte < (k + num_words) * ahead_word_bytes; byte += kLineBytes)
+                __builtin_prefetch(ahead + byte, 0, 2);
+        return panel + (k * kPanelColumns + j * num_words * kWidth) * Products::kPerWord;
     }
 };
 
@@ -70,35 +66,60 @@ class WeightProduct {
           num_panels_((call.num_results * (call.is_gated ? 2 : 1) + kPanelColumns - 1) / kPanelColumns),
           num_groups_((call.num_rows + kGroupRows - 1) / kGroupRows) {}
 
-    // A unit is a piece of a panel and a piece of the rows: who has read the weights multiplies many rows by
-    // them, so long as there is enough for everybody.
+    // A unit is a piece of the rows by a panel or a part of one.
     void run(Team::Member& member) {
-        constexpr int64_t kUnitsEach = 4, kUnitGroups = Multiplier<Products>::kUnitGroups;
+        if constexpr (Multiplier<Products>::kMatrixWords > 1)
+            multiply_matrices(member);
+        else
+            multiply_vectors(member);
+    }
+
+   private:
+    void multiply_vectors(Team::Member& member) {
         int num_vectors = call_.is_gated ? kPanelVectors : Multiplier<Products>::unit_vectors(num_groups_);
-        int64_t fair = num_panels_ * (kPanelVectors / num_vectors) * num_groups_ / (kUnitsEach * member.size());
-        int64_t unit_groups = std::clamp<int64_t>(fair, 1, kUnitGroups);
-        int64_t num_row_pieces = (num_groups_ + unit_groups - 1) / unit_groups;
-        int64_t per_panel = kPanelVectors / num_vectors * num_row_pieces;
+        int64_t per_panel = kPanelVectors / num_vectors * num_groups_;
         member.share(num_panels_ * per_panel, [&](int64_t first, int64_t last) {
             Multiplier<Products> multiply;
             for (int64_t unit = first; unit < last; ++unit) {
                 int64_t vector =
-                    unit / per_panel * kPanelVectors + unit % per_panel / num_row_pieces * num_vectors;
-                int64_t group = unit % num_row_pieces * unit_groups;
-                multiply_unit(multiply, vector, num_vectors, group,
-                              std::min(group + unit_groups, num_groups_));
+                    unit / per_panel * kPanelVectors + unit % per_panel / num_groups_ * num_vectors;
+                int64_t place = vector % kPanelVectors * kWidth * kPerWord;
+                PanelColumns<Products> columns{panel(vector / kPanelVectors) + place, 1};
+                multiply_group(multiply, columns, unit % num_groups_, vector, num_vectors);
             }
         });
     }
 
-   private:
-    // Groups of rows by vectors of one panel; `vector` counts through all panels.
-    void multiply_unit(Multiplier<Products>& multiply, int64_t vector, int num_vectors, int64_t first_group,
-                       int64_t last_group) {
-        int64_t place = vector / kPanelVectors * depth_ * kPanelColumns + vector % kPanelVectors * kWidth;
-        PanelColumns<Products> columns{(const Element*)call_.weight + place * kPerWord, true};
-        for (int64_t group = first_group; group < last_group; ++group, columns.is_fresh = false)
-            multiply_group(multiply, columns, group, vector, num_vectors);
+    // Panel after panel for the same rows, so long as there is enough for everybody. Beside the products the panel
+    // after comes in from memory.
+    void multiply_matrices(Team::Member& member) {
+        constexpr int64_t kUnitsEach = 4;
+        int64_t fair = num_panels_ * num_groups_ / (kUnitsEach * member.size());
+        int64_t most = std::clamp<int64_t>(fair, 1, Multiplier<Products>::unit_groups(depth_));
+        int64_t num_pieces = (num_groups_ + most - 1) / most;
+        Multiplier<Products> multiply;
+        member.share_stretches(num_pieces * num_panels_, [&](int64_t unit, int64_t next) {
+            int64_t piece = unit / num_panels_, first = num_groups_ * piece / num_pieces;
+            multiply_unit(multiply, unit % num_panels_, first, num_groups_ * (piece + 1) / num_pieces,
+                          next % num_panels_);
+        });
+    }
+
+    // Groups of rows by one panel, before the thread goes to panel `next`.
+    void multiply_unit(Multiplier<Products>& multiply, int64_t number, int64_t first_group, int64_t last_group,
+                       int64_t next) {
+        int64_t num_words = depth_ * (last_group - first_group);
+        PanelColumns<Products> columns{panel(number), Multiplier<Products>::matrix_words(depth_)};
+        columns.ahead = (const char*)panel(next);
+        if (next != number) columns.ahead_word_bytes = (depth_ * kPanelColumns * 4 + num_words - 1) / num_words;
+        for (int64_t group = first_group; group < last_group; ++group) {
+            multiply_group(multiply, columns, group, number * kPanelVectors, kPanelVectors);
+            columns.ahead += depth_ * columns.ahead_word_bytes;
+        }
+    }
+
+    const Element* panel(int64_t number) const {
+        return (const Element*)call_.weight + number * depth_ * kPanelColumns * kPerWord;
     }
 
     void multiply_group(Multiplier<Products>& multiply, const PanelColumns<Products>& columns, int64_t group,

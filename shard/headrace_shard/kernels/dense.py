@@ -39,14 +39,15 @@ class PackedWeight:
         self, multiply: Any, panels: Tensor, num_results: int, *, bias: Tensor | None, is_gated: bool
     ) -> None:
         self.panels = panels
-        """[P, K / word, columns, word]: all of the weight's memory, zeros behind the last column."""
+        """[P, K / (words * word), matrices, words, columns, word], see dense.h: all of the weight's memory, zeros
+        behind the last column."""
         self.num_results = num_results
         self._kernel = multiply
         self.bias = bias
         self.is_gated = is_gated
         self._format = FORMATS[panels.dtype]
-        self._numbers_per_word = panels.shape[3]
-        self.depth = panels.shape[1] * panels.shape[3]
+        self._numbers_per_word = panels.shape[5]
+        self.depth = panels.shape[1] * panels.shape[3] * panels.shape[5]
 
     def multiply(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
         """Rows x [M, K] times the weight transposed, plus the bias and `addend` [M, N]; gives [M, N].
@@ -78,8 +79,11 @@ class PackedWeight:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Rows `indices` [T] of the weight as it was before it was packed, [T, K]."""
-        num_columns = self.panels.shape[2]
-        return self.panels[indices // num_columns, :, indices % num_columns].flatten(1)
+        _, _, num_matrices, _, num_columns, _ = self.panels.shape
+        vectors = indices // num_columns
+        return self.panels[
+            vectors // num_matrices, :, vectors % num_matrices, :, indices % num_columns
+        ].flatten(1)
 
 
 class DenseKernels:
@@ -98,6 +102,11 @@ class DenseKernels:
         self._numbers_per_word = {
             dtype: int(library.headrace_numbers_per_word(number)) for dtype, number in FORMATS.items()
         }
+        self._matrix_columns = {
+            dtype: int(library.headrace_matrix_columns(number)) for dtype, number in FORMATS.items()
+        }
+        self._matrix_words = library.headrace_matrix_words
+        self._matrix_words.argtypes, self._matrix_words.restype = [_int, _int64], _int
         self._multiply = library.headrace_multiply
         self._multiply.argtypes, self._multiply.restype = _MULTIPLY, None
         self._normalise = library.headrace_normalise
@@ -125,10 +134,13 @@ class DenseKernels:
 
     def _panels(self, weight: Tensor) -> Tensor:
         num_numbers = self._numbers_per_word[weight.dtype]
-        num_columns = self._panel_columns[weight.dtype]
-        filled = _filled(weight, num_columns)
-        panels = filled.view(-1, num_columns, weight.shape[1] // num_numbers, num_numbers)
-        ordered = panels.transpose(1, 2)
+        num_columns = self._matrix_columns[weight.dtype]
+        num_matrices = self._panel_columns[weight.dtype] // num_columns
+        depth = weight.shape[1] // num_numbers
+        num_words = self._matrix_words(FORMATS[weight.dtype], depth)
+        filled = _filled(weight, num_matrices * num_columns)
+        panels = filled.view(-1, num_matrices, num_columns, depth // num_words, num_words, num_numbers)
+        ordered = panels.permute(0, 3, 1, 4, 2, 5)
         memory = self._pages.take(weight.itemsize * ordered.numel())
         return memory.view(weight.dtype).view(ordered.shape).copy_(ordered)
 

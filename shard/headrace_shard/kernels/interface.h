@@ -9,7 +9,10 @@
 #define HEADRACE_EXPORT extern "C" __attribute__((visibility("default")))
 
 HEADRACE_EXPORT const char* headrace_instructions();
+// How weights are packed (dense.h); `depth` in words.
 HEADRACE_EXPORT int headrace_panel_columns(int format);
+HEADRACE_EXPORT int headrace_matrix_columns(int format);
+HEADRACE_EXPORT int headrace_matrix_words(int format, int64_t depth);
 HEADRACE_EXPORT int headrace_numbers_per_word(int format);
 
 // Keys and values [num_tokens, num_kv_heads, head_dim] to their slots (block * kBlockSize + offset) in the

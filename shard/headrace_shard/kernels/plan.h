@@ -42,6 +42,14 @@ struct Plan {
     int64_t partial_bytes(int head_dim) const { return num_partials * (2 + padded(head_dim)) * 4; }
 };
 
+// Tasks in the order of `share_stretches`: everybody's own ones in turn, as cards are dealt.
+inline std::vector<Task> dealt(const std::vector<Task>& tasks, int num_threads) {
+    std::vector<Task> stretches;
+    for (int thread = 0; thread < num_threads; ++thread)
+        for (size_t i = thread; i < tasks.size(); i += num_threads) stretches.push_back(tasks[i]);
+    return stretches;
+}
+
 // Cuts the step into tasks. Items that would keep one thread busy while others have nothing left are cut
 // along the context as well; that costs a second pass and changes no result.
 inline Plan make_plan(const Attend& call, int num_threads) {
@@ -86,6 +94,7 @@ inline Plan make_plan(const Attend& call, int num_threads) {
     }
     std::stable_sort(plan.tasks.begin(), plan.tasks.end(),
                      [](const Task& a, const Task& b) { return a.cost > b.cost; });
+    plan.tasks = dealt(plan.tasks, num_threads);
     return plan;
 }
 

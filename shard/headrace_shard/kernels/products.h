@@ -11,6 +11,7 @@
 namespace headrace {
 
 constexpr int kColumnsAtOnce = kVectorsAtOnce * kWidth;
+constexpr int kLineBytes = 64;  // of the processor's caches
 
 // Products of floats: A is widened beforehand, B when it is read.
 template <class Storage>
@@ -107,11 +108,13 @@ class Multiplier {
     static constexpr int kGroupRows = 6;  // with kVectorsAtOnce fills the registers
     static constexpr int kPanelVectors = kVectorsAtOnce;  // of a packed weight
     static constexpr int kPanelColumns = kPanelVectors * kWidth;
-    // What a thread takes on at once: groups of rows at most, and vectors of a panel.
-    static constexpr int kUnitGroups = 1;
+    // What a thread takes on at once: groups of rows, by vectors of a panel.
+    static int64_t unit_groups(int64_t) { return 1; }
     static int unit_vectors(int64_t num_groups) { return num_groups == 1 ? 1 : kPanelVectors; }
-    // Words that have to be the same distance apart in all vectors: none.
+    // Words that have to be the same distance apart, and columns that they have: what a panel is cut into.
     static constexpr int kMatrixWords = 1;
+    static constexpr int kMatrixColumns = kPanelColumns;
+    static int matrix_words(int64_t) { return kMatrixWords; }
 
     template <class Columns>
     void operator()(int num_rows, int num_vectors, const uint32_t* a, int64_t a_stride, const Columns& columns,

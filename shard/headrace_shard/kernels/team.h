@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 #include <thread>
+#include <vector>
 
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -63,6 +64,28 @@ class Team {
             share(num_units, std::max<int64_t>(1, num_units / (kPartsEach * size_)), work);
         }
 
+        // As `share`, unit by unit, but everybody has a stretch of their own and helps the others when it is done: so
+        // it is mostly known what comes next. work(unit, next); `next` is `unit` when nobody knows.
+        template <class Work>
+        void share_stretches(int64_t num_units, Work work) {
+            if (size_ == 1) {
+                for (int64_t unit = 0; unit < num_units; ++unit) work(unit, std::min(unit + 1, num_units - 1));
+                return;
+            }
+            for (int i = 0; i < size_; ++i) {
+                int owner = (number_ + i) % size_;
+                bool is_own = i == 0;
+                int64_t begin = num_units * owner / size_, count = num_units * (owner + 1) / size_ - begin;
+                Claims claims;
+                while (team_.claim(owner, is_own, count, claims)) {
+                    int64_t unit = begin + (is_own ? claims.front() : count - 1 - claims.back());
+                    bool is_last = claims.front() + claims.back() + 1 == count;
+                    work(unit, is_last ? unit : is_own ? unit + 1 : unit - 1);
+                }
+            }
+            team_.meet(size_);
+        }
+
         // work() by one thread, while the others wait.
         template <class Work>
         void once(Work work) {
@@ -80,12 +103,42 @@ class Team {
 
        private:
         friend class Team;
-        Member(Team& team, int size) : team_(team), size_(size) {}
+        Member(Team& team, int size, int number) : team_(team), size_(size), number_(number) {}
         Team& team_;
         const int size_;
+        const int number_;
     };
 
    private:
+    explicit Team(int size) : stretches_(size) {}
+
+    // How much of a stretch is claimed, from its front by its owner and from its back by others, in this round: what
+    // is left from an earlier one counts as nothing, so nobody has to clear it in time.
+    struct Claims {
+        static constexpr int kBits = 24;  // of each number; the rest is of the round
+        static constexpr uint64_t kMask = (1 << kBits) - 1;
+        uint64_t bits = 0;
+        int64_t front() const { return bits >> kBits & kMask; }
+        int64_t back() const { return bits & kMask; }
+    };
+
+    struct alignas(64) Stretch {
+        std::atomic<uint64_t> bits{0};
+    };
+
+    // Claims one unit of a stretch of `count`. False if there is none; otherwise `claims` is as it was before.
+    bool claim(int owner, bool is_front, int64_t count, Claims& claims) {
+        std::atomic<uint64_t>& bits = stretches_[owner].bits;
+        uint64_t round = (uint64_t)round_.load(std::memory_order_relaxed) << 2 * Claims::kBits;
+        uint64_t found = bits.load(std::memory_order_relaxed);
+        do {
+            claims.bits = found >> 2 * Claims::kBits == round >> 2 * Claims::kBits ? found : round;
+            if (claims.front() + claims.back() >= count) return false;
+        } while (!bits.compare_exchange_weak(
+            found, claims.bits + (is_front ? uint64_t{1} << Claims::kBits : 1), std::memory_order_relaxed));
+        return true;
+    }
+
     // Returns when `size` threads have come. (A barrier that reverses its sense: Mellor-Crummey and Scott 1991.)
     void meet(int size) {
         uint32_t round = round_.load(std::memory_order_relaxed);
@@ -120,6 +173,7 @@ class Team {
 
     static_assert(sizeof(std::atomic<uint32_t>) == 4, "the system call reads the number itself");
     alignas(64) std::atomic<int64_t> next_{0};  // the unit that nobody has begun yet
+    std::vector<Stretch> stretches_;     // one for each member
     alignas(64) std::atomic<uint32_t> round_{0};
     std::atomic<int> num_here_{0};
     std::atomic<int> num_asleep_{0};
@@ -127,14 +181,14 @@ class Team {
 
 template <class Body>
 void Team::run(int num_threads, Body body) {
-    Team team;
+    Team team(std::max(num_threads, 1));
     if (num_threads <= 1) {
-        Member member(team, 1);
+        Member member(team, 1, 0);
         return body(member);
     }
 #pragma omp parallel num_threads(num_threads)
     {
-        Member member(team, omp_get_num_threads());
+        Member member(team, omp_get_num_threads(), omp_get_thread_num());
         body(member);
     }
 }

@@ -151,10 +151,12 @@ struct TileAttention {
     RowStates tile;  // of one group
     const Element* keys[kTileBlocks + kBlocksAtOnce];  // the tile's own, and behind them what is read next
     const Element* values[kTileBlocks];
-    const Element* ahead[kTileBlocks];  // what is read first of the next tile: keys, or values that are copied
+    // Of the next tile.
+    const Element* keys_ahead[kTileBlocks];
+    const Element* values_ahead[kTileBlocks];
 
     TileAttention(Workspace& workspace, int num_rows, int head_dim_, float scale_)
-        : head_dim(head_dim_), padded_dim(padded(head_dim_)), scale(scale_ * 1.44269504f) {
+        : head_dim(head_dim_), padded_dim(padded(head_dim_)), scale(scale_ * 1.44269504f), num_rows_(num_rows) {
         int64_t dim = padded_dim;
         int64_t packed = sizeof(Packed), num_copied = kGathers ? kTileBlocks : 1;
         workspace.divide(std::pair<Packed*&, int64_t>(queries, num_rows * dim * packed),
@@ -194,10 +196,12 @@ struct TileAttention {
     // After the tile, these blocks will be read.
     void expect(const Element* key_cache, const Element* value_cache, const int32_t* blocks,
                 int64_t block_stride, int num_blocks) {
-        const Element* cache = kGathers ? value_cache : key_cache;
-        for (int i = 0; i < kTileBlocks; ++i)
-            ahead[i] = i < num_blocks ? cache + blocks[i] * block_stride : keys[num_blocks_ - 1];
-        for (int i = 0; i < kBlocksAtOnce; ++i) keys[num_blocks_ + i] = ahead[i];
+        for (int i = 0; i < kTileBlocks; ++i) {
+            bool is_there = i >= num_blocks;  // nothing more to expect: what is in the cache anyway
+            keys_ahead[i] = is_there ? keys[num_blocks_ - 1] : key_cache + blocks[i] * block_stride;
+            values_ahead[i] = is_there ? keys[num_blocks_ - 1] : value_cache + blocks[i] * block_stride;
+        }
+        for (int i = 0; i < kBlocksAtOnce; ++i) keys[num_blocks_ + i] = keys_ahead[i];
     }
 
     // Attends with one group, rows first .. first + num_rows - 1, over the open tile. Row i of the group sees
@@ -205,8 +209,8 @@ struct TileAttention {
     void attend_group(int first, int num_rows, const int* seen, RowStates result) {
         int num_blocks = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize;
         int num_mixed = whole_matrices(num_blocks);
-        if (first == 0)
-            score<kGathers ? 1 : 2>(first, num_rows, num_blocks);
+        if (first == 0 || kGathers)
+            score<2>(first, num_rows, num_blocks);
         else
             score<0>(first, num_rows, num_blocks);
         // First all maxima: while one row waits for its own, the next is looked through.
@@ -231,7 +235,7 @@ struct TileAttention {
     void gather(int num_whole, int rest) {
         int64_t elements = block_elements(head_dim);
         for (int i = 0; i < num_whole; ++i) {
-            for (int64_t line = 0; line < elements; line += 64 / (int64_t)sizeof(Element))
+            for (int64_t line = 0; line < elements; line += kLineBytes / (int64_t)sizeof(Element))
                 __builtin_prefetch(keys[i] + line, 0, 2);
             std::memcpy(copied + i * elements, values[i], elements * sizeof(Element));
         }
@@ -242,14 +246,18 @@ struct TileAttention {
         values[0] = copied;
     }
 
-    // scores[row][token] of the group over the tile's first num_blocks blocks. The first group of a tile finds
-    // it in memory (num_ahead 2: the next panel's keys and this one's values come in beside the products; 1, when
-    // they are there: the next tile's values), the others in the processor's cache (0).
+    // scores[row][token] of the group over the tile's first num_blocks blocks. What is read later comes in beside
+    // the products: for vectors the next panel's keys and this one's values, and the tile's first group alone finds
+    // them in memory; for matrices the next tile's keys and values, every group a part.
     template <int num_ahead>
     void score(int first, int num_rows, int num_blocks) {
         constexpr int kBlockVectors = kBlockSize / kWidth;
         const uint32_t* words = (const uint32_t*)(queries + (int64_t)first * padded_dim);
         int64_t depth = (head_dim + Products::kPerWord - 1) / Products::kPerWord;
+        int64_t num_groups = (num_rows_ + kGroupRows - 1) / kGroupRows;
+        int64_t ahead_word_bytes =
+            (block_elements(head_dim) * sizeof(Element) + depth * num_groups - 1) / (depth * num_groups);
+        int64_t called_in = first / kGroupRows * depth * ahead_word_bytes / sizeof(Element);
         int num_all = num_blocks * kBlockVectors;
         for (int vector = 0; vector < num_all; vector += kVectorsAtOnce) {
             int num_vectors = std::min(num_all - vector, kVectorsAtOnce);
@@ -258,12 +266,12 @@ struct TileAttention {
                 int token = (vector + j) * kWidth;
                 int block = token / kBlockSize, offset = token % kBlockSize * Products::kPerWord;
                 columns.vectors[j] = keys[block] + offset;
-                if constexpr (num_ahead == 1) columns.ahead[j] = ahead[block] + offset;
-                if constexpr (num_ahead == 2) {
-                    columns.ahead[2 * j] = keys[block + kBlocksAtOnce] + offset;
-                    columns.ahead[2 * j + 1] = values[block] + offset;
+                if constexpr (num_ahead > 0) {
+                    columns.ahead[2 * j] = kGathers ? keys_ahead[block] + called_in : keys[block + kBlocksAtOnce] + offset;
+                    columns.ahead[2 * j + 1] = kGathers ? values_ahead[block] + called_in : values[block] + offset;
                 }
             }
+            columns.ahead_word_bytes = ahead_word_bytes;
             multiply_(num_rows, num_vectors, words, padded_dim / Products::kPerWord, columns,
                       scores + vector * kWidth, kRowTokens, depth);
         }
@@ -276,12 +284,13 @@ struct TileAttention {
         using Columns = ValueColumns<Products, is_first>;
         for (int dim = 0; dim < padded_dim; dim += kColumnsAtOnce) {
             int num_vectors = std::min(padded_dim - dim, kColumnsAtOnce) / kWidth;
-            Columns columns(values, ahead, padded_dim, dim);
+            Columns columns(values, keys_ahead, padded_dim, dim);
             multiply_(num_rows, num_vectors, (const uint32_t*)weights, kRowTokens / Products::kPerWord, columns,
                       result.values + dim, padded_dim, num_blocks * Columns::kBlockWords);
         }
     }
 
+    const int num_rows_;
     int num_blocks_ = 0;
     Multiplier<Products> multiply_;
 };
