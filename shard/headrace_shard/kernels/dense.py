@@ -39,8 +39,8 @@ class PackedWeight:
         self, multiply: Any, panels: Tensor, num_results: int, *, bias: Tensor | None, is_gated: bool
     ) -> None:
         self.panels = panels
-        """[P, K / (words * word), matrices, words, columns, word], see dense.h: all of the weight's memory, zeros
-        behind the last column."""
+        """[P, K / (words * word), matrices, words, columns, word], see dense.h: all of the weight's memory,
+        zeros behind the last column."""
         self.num_results = num_results
         self._kernel = multiply
         self.bias = bias
