@@ -74,7 +74,8 @@ struct KeyColumns {
 
     static constexpr int64_t word_bytes() { return kBlockSize * 4; }
     const Element* matrix(int64_t k, int j) const {
-        int64_t begin = k * ahead_word_bytes, end = begin + Multiplier<Products>::kMatrixWords * ahead_word_bytes;
+        int64_t begin = k * ahead_word_bytes;
+        int64_t end = begin + Multiplier<Products>::kMatrixWords * ahead_word_bytes;
         for (int i = 0; i < num_ahead; ++i)
             for (int64_t byte = begin; byte < end; byte += kLineBytes)
                 __builtin_prefetch((const char*)ahead[j * num_ahead + i] + byte, 0, 2);

@@ -1,10 +1,10 @@
 // Products with weights: Y[rows, columns] = X[rows, depth] x W^T, and what follows a product at once.
 //
-// Knows packed weights and number formats; knows nothing of layers. W lies packed as panels of some
-// columns of Y, [panel][depth in words][columns][numbers in a word], in the model's own format: one
-// pass over W in the order of memory. Where matrices are multiplied a panel is cut into them, [panel][depth in
-// matrices][matrices beside each other][words of a matrix][its columns][numbers in a word]. Every number of Y is summed along the depth in one order, whatever rows
-// stand beside it and on how many threads: a row's result never depends on its neighbours.
+// Knows packed weights and number formats; knows nothing of layers. W lies packed as panels of some columns of Y,
+// [panel][depth in words][columns][numbers in a word], in the model's own format: one pass over W in the order of
+// memory. Where matrices are multiplied a panel is cut into them: [panel][depth in matrices][matrices side by side]
+// [words of a matrix][its columns][numbers in a word]. Every number of Y is summed along the depth in one order,
+// whatever rows stand beside it and on how many threads: a row's result never depends on its neighbours.
 #pragma once
 
 #include <algorithm>
@@ -41,9 +41,11 @@ struct PanelColumns {
 
     static constexpr int64_t word_bytes() { return kWidth * 4; }
     const Element* matrix(int64_t k, int j) const {
-        if (j == 0)
-            for (int64_t byte = k * ahead_word_bytes; byte < (k + num_words) * ahead_word_bytes; byte += kLineBytes)
+        if (j == 0) {
+            int64_t end = (k + num_words) * ahead_word_bytes;
+            for (int64_t byte = k * ahead_word_bytes; byte < end; byte += kLineBytes)
                 __builtin_prefetch(ahead + byte, 0, 2);
+        }
         return panel + (k * kPanelColumns + j * num_words * kWidth) * Products::kPerWord;
     }
 };
@@ -90,8 +92,8 @@ class WeightProduct {
         });
     }
 
-    // Panel after panel for the same rows, so long as there is enough for everybody. Beside the products the panel
-    // after comes in from memory.
+    // Panel after panel for the same rows, so long as there is enough for everybody. Beside the products the
+    // next panel comes in from memory.
     void multiply_matrices(Team::Member& member) {
         constexpr int64_t kUnitsEach = 4;
         int64_t fair = num_panels_ * num_groups_ / (kUnitsEach * member.size());

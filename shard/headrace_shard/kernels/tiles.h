@@ -209,7 +209,7 @@ struct TileAttention {
     void attend_group(int first, int num_rows, const int* seen, RowStates result) {
         int num_blocks = (std::max(seen[num_rows - 1], 0) + kBlockSize - 1) / kBlockSize;
         int num_mixed = whole_matrices(num_blocks);
-        if (first == 0 || kGathers)
+        if (kGathers || first == 0)
             score<2>(first, num_rows, num_blocks);
         else
             score<0>(first, num_rows, num_blocks);
@@ -266,9 +266,12 @@ struct TileAttention {
                 int token = (vector + j) * kWidth;
                 int block = token / kBlockSize, offset = token % kBlockSize * Products::kPerWord;
                 columns.vectors[j] = keys[block] + offset;
-                if constexpr (num_ahead > 0) {
-                    columns.ahead[2 * j] = kGathers ? keys_ahead[block] + called_in : keys[block + kBlocksAtOnce] + offset;
-                    columns.ahead[2 * j + 1] = kGathers ? values_ahead[block] + called_in : values[block] + offset;
+                if constexpr (kGathers) {
+                    columns.ahead[2 * j] = keys_ahead[block] + called_in;
+                    columns.ahead[2 * j + 1] = values_ahead[block] + called_in;
+                } else if constexpr (num_ahead > 0) {
+                    columns.ahead[2 * j] = keys[block + kBlocksAtOnce] + offset;
+                    columns.ahead[2 * j + 1] = values[block] + offset;
                 }
             }
             columns.ahead_word_bytes = ahead_word_bytes;
