@@ -125,12 +125,14 @@ def _serve(config: ShardConfig, stop_signal: StopSignal) -> int:
         place.claim()
         with stop_signal.importing():
             from headrace_shard.loading import load
+            from headrace_shard.machine import keep_freed_memory
         loaded = load(Path(config.model_path), config)
         # Under a launcher there is a router, whose table they are in.
         level = logging.DEBUG if PARENT_VARIABLE in os.environ else logging.INFO
         for note in loaded.notes:
             logger.log(level, "%s", note)
         keep_what_is_loaded()
+        keep_freed_memory()
         asyncio.run(_answer(config, loaded, place, stop_signal, started))
     except DeviceLost as error:
         _refuse(str(error), 1)

@@ -1,6 +1,10 @@
-"""Limits of control groups, read from files laid out as the kernel lays them out."""
+"""Limits of control groups, read from files laid out as the kernel lays them out, and memory."""
 
+import ctypes
 import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -11,6 +15,7 @@ from headrace_shard.machine import (
     LargePages,
     available_host_bytes,
     is_lost,
+    keep_freed_memory,
     num_usable_cores,
     small_pages,
     spelled,
@@ -135,3 +140,27 @@ def test_small_pages_take_memory_as_it_is_written() -> None:
 def test_more_than_the_system_maps_is_no_memory() -> None:
     with pytest.raises(MemoryError, match=r"does not map 8388608\.0 GiB"):
         LargePages().take(2**53)
+
+
+def num_new_pages() -> int:
+    """Pages that the system provides for a step's worth of tensors of several sizes, once they were there."""
+
+    def step() -> None:
+        logits = torch.ones(32, 49152, dtype=torch.bfloat16)
+        assert logits.float().log_softmax(1).isfinite().all()
+
+    for _ in range(3):
+        step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(10):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another malloc than glibc's")
+def test_freed_memory_is_kept_for_the_next_step() -> None:
+    program = "from tests.shard.test_machine import *; print(num_new_pages()); keep_freed_memory(); "
+    command = [sys.executable, "-c", program + "print(num_new_pages())"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    given_back, kept = map(int, done.stdout.split())
+    assert kept < 100 < given_back
