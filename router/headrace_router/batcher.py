@@ -257,7 +257,7 @@ class Batcher:
         num_waiting, most = scheduler.num_waiting, self._config.max_queued_requests
         if most is not None and num_waiting >= most:
             raise Overloaded(
-                f"Model is overloaded: {counted(num_waiting, 'request')} waiting, and --max-queued-requests "
+                f"Model is overloaded: {counted(num_waiting, 'answer')} waiting, and --max-queued-requests "
                 f"is {most}; try again later"
             )
         num_tokens, most = len(request.prompt_ids), self._config.max_queued_tokens

@@ -79,8 +79,8 @@ def keep_freed_memory() -> None:
     """Leave what this process frees from now on with it, for whoever asks next (glibc; elsewhere nothing).
 
     A step frees what it computed, and the next one needs as much. When the system takes it back in between,
-    its pages have to be cleared anew, thousands of them for the logits of 32 sequences. What was freed before
-    this call goes back first.
+    its pages have to be cleared anew, at times thousands of them a step for the logits of 32 sequences. What
+    was freed before this call goes back first.
     """
     library = ctypes.CDLL(None)
     mallopt, trim = getattr(library, "mallopt", None), getattr(library, "malloc_trim", None)

@@ -306,7 +306,7 @@ def test_no_more_wait_than_may(address: str) -> None:
         await harness.until(lambda: running.num_starts == 1)
         waiting = [harness.submit(10, 5, salt=salt) for salt in (1, 2)]
         assert harness.value("headrace_queue_tokens") == 20
-        with pytest.raises(Overloaded, match="2 requests waiting, and --max-queued-requests is 2") as refusal:
+        with pytest.raises(Overloaded, match="2 answers waiting, and --max-queued-requests is 2") as refusal:
             harness.submit(10, 5)
         assert refusal.value.retry_after_seconds == 1
         harness.check_levels(running=1, waiting=2, used=1, num_blocks=64)
