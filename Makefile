@@ -26,7 +26,7 @@ PROTOC = $(PROTO_BIN)/python -m grpc_tools.protoc -I proto \
     headrace_proto/shard.proto
 
 .DEFAULT_GOAL := help
-.PHONY: help install run test test-gpu check check-proto proto docs format bench simulate
+.PHONY: help install run test test-gpu check check-proto proto docs format bench bench-steps simulate
 
 help:  ## lists the verbs
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## */  make \1\t/' | expand -t 20
@@ -89,6 +89,9 @@ format: $(STAMP)  ## formats the code
 
 bench: $(STAMP)  ## measures a server that runs (ARGS="..." for bench's arguments)
 	@$(BIN)/python -m bench $(ARGS)
+
+bench-steps: $(STAMP)  ## measures what a step costs the scheduler; on a quiet machine
+	@$(BIN)/python -m bench.scheduler $(ARGS)
 
 simulate: $(STAMP)  ## compares scheduling policies on a model of a GPU (ARGS="..." for its arguments)
 	@$(BIN)/python -m bench.simulate $(ARGS)

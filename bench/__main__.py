@@ -26,6 +26,7 @@ from rich.table import Table
 
 from bench.client import Failed, Reply, Target, ask
 from bench.load import Level, Prompts, run_level
+from bench.screen import screen
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -176,7 +177,7 @@ def _table(levels: list[Level]) -> Table:
 def main() -> int:
     """Exit status: 0 every request was answered, 1 some were not or the server cannot be measured."""
     arguments = _parser().parse_args()
-    console = Console()
+    console = screen()
     gc.disable()  # a collection in the middle of a stream would look like a gap of the server's
     try:
         levels = uvloop.run(_measure(arguments, console))

@@ -17,8 +17,9 @@ from headrace_router.scheduling.request import Request, SamplingParams, Sequence
 from headrace_router.scheduling.scheduler import Scheduler
 from headrace_router.scheduling.step import SampledToken, Step, StepResult
 from rich import box
-from rich.console import Console
 from rich.table import Table
+
+from bench.screen import screen
 
 BLOCK_SIZE = 16
 NUM_RUNNING = 512
@@ -234,7 +235,7 @@ def main() -> int:
         style = "" if figure.holds else "red"
         p50, p99 = f"{figure.p50_seconds * 1000:.3f}", f"{figure.p99_seconds * 1000:.3f}"
         table.add_row(figure.name, p50, p99, limit, "" if figure.holds else "too slow", style=style)
-    Console().print(table)
+    screen().print(table)
     return 0 if all(figure.holds for figure in figures) else 1
 
 

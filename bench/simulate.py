@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from bench.screen import screen
 from bench.simulation import plot, policies
 from bench.simulation.cost import BLOCK_SIZE, DEVICES, MODELS, Gpu
 from bench.simulation.failure import Refused
@@ -216,7 +217,7 @@ def main() -> int:
     # Nothing here makes cycles by the thousand, and a collection walks millions of tokens.
     gc.disable()
     try:
-        results = _run(arguments, Console())
+        results = _run(arguments, screen())
     except Refused as refused:
         print(f"simulate: {refused}", file=sys.stderr)
         return 1

@@ -244,7 +244,10 @@ def _length_rows(wanted: Wanted, info: ShardInfo, limits: Limits) -> list[tuple[
 def _step_rows(
     wanted: Wanted, info: ShardInfo, capacity: Capacity, limits: Limits
 ) -> list[tuple[str, str, str]]:
-    if limits.max_step_sequences == wanted.max_batch_size:
+    most = min(limits.max_step_sequences, limits.num_blocks)
+    if most < limits.max_step_sequences:
+        batch_why = "the KV cache has no more blocks"
+    elif limits.max_step_sequences == wanted.max_batch_size:
         batch_why = "--max-batch-size"
     elif limits.max_step_sequences == wanted.max_concurrent_requests:
         batch_why = "--max-concurrent-requests"
@@ -266,7 +269,7 @@ def _step_rows(
             if slowdown
             else "--max-step-slowdown 0",
         ),
-        ("running at once", counted(limits.max_step_sequences, "sequence"), batch_why),
+        ("running at once", counted(most, "sequence"), batch_why),
     ]
 
 

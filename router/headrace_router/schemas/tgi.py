@@ -42,6 +42,14 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
     inputs: str
     parameters: GenerateParameters | None = None
     """Absent, the answer is sampled; present, it is greedy unless sampling is asked for."""
+    # Keys that nobody knows are passed over here, but whoever sends these would rely on them.
+    cache_salt: Raw | UnsetType = UNSET
+    priority: Raw | UnsetType = UNSET
+
+    def __post_init__(self) -> None:
+        for name in ("cache_salt", "priority"):
+            if getattr(self, name) is not UNSET:
+                raise ValueError(f"`{name}` has to stand in `parameters`")
 
 
 class CompatGenerateRequest(GenerateRequest, frozen=True, kw_only=True):

@@ -63,6 +63,16 @@ def test_the_native_face_says_it_in_a_header(router: RunningRouter, salt: str) -
     assert router.post("/generate", scored).headers["x-cached-tokens"] == "0"
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream", "/"])
+@pytest.mark.parametrize(("name", "value"), [("cache_salt", "a"), ("priority", -1), ("cache_salt", None)])
+def test_what_stands_beside_the_parameters_is_refused(
+    router: RunningRouter, path: str, name: str, value: object
+) -> None:
+    refused = router.post(path, {"inputs": "a", "parameters": {"max_new_tokens": 2}, name: value})
+    assert refused.status_code == 422
+    assert f"`{name}` has to stand in `parameters`" in refused.json()["error"]
+
+
 def test_salts_and_their_absence_share_nothing(router: RunningRouter, salt: str) -> None:
     unsalted = {name: value for name, value in completion(salt).items() if name != "cache_salt"}
     unsalted["prompt"] = f"{salt} {PROMPT}"

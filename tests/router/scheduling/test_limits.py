@@ -126,6 +126,11 @@ def test_a_cap_of_the_queue_that_is_never_reached_is_not_said_to_be_one() -> Non
     assert table_of(max_queued_requests=500)["waiting at once"].value == "128 sequences"
 
 
+def test_no_more_run_than_there_are_blocks() -> None:
+    row = table_of(replace(CAPACITY, num_blocks=5))["running at once"]
+    assert (row.value, row.why) == ("5 sequences", "the KV cache has no more blocks")
+
+
 def test_one_is_not_many() -> None:
     _, rows = derive(replace(WANTED, max_concurrent_requests=1), INFO, CAPACITY)
     assert {row.name: row.value for row in rows}["running at once"] == "1 sequence"
