@@ -67,7 +67,7 @@ def main() -> None:
     if verb == "download":
         program, description = "headrace download", DOWNLOAD_DESCRIPTION
     config = load_or_exit(LauncherConfig, argv, os.environ, program=program, description=description)
-    logs.setup("launcher", config.json_output, config.log_level)
+    logs.setup("launcher", config.json_output, config.log_level, is_output_taken=verb == "download")
     try:
         if verb == "download":
             print(asyncio.run(download(config)))

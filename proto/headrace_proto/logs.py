@@ -103,7 +103,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class _Output(logging.StreamHandler[TextIO]):
-    """Standard output, which may be lost (`headrace | head`) or full: work goes on without its lines."""
+    """Where lines go, which may be lost (`headrace | head`) or full: work goes on without its lines."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exception()
@@ -116,15 +116,17 @@ class _Output(logging.StreamHandler[TextIO]):
             super().handleError(record)
 
 
-def setup(process: str, json_output: bool, level: str = "info") -> None:
-    """Sends the log lines of this process to standard output. `level` is one of `LEVELS`.
+def setup(process: str, json_output: bool, level: str = "info", *, is_output_taken: bool = False) -> None:
+    """Sends the log lines of this process to standard output, or to standard error where the output is for
+    what the program was asked for. `level` is one of `LEVELS`.
 
     Other packages' loggers show warnings and worse only, whatever the level.
     """
     # A line holds text of users and models; one that the terminal cannot spell must not raise.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
-    handler = _Output(sys.stdout)
+    stream = sys.stderr if is_output_taken else sys.stdout
+    if hasattr(stream, "reconfigure"):
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    handler = _Output(stream)
     handler.setFormatter(JsonFormatter(process) if json_output else ReadableFormatter(process))
     threshold = LEVELS[level]
     logging.basicConfig(handlers=[handler], level=max(threshold, logging.WARNING), force=True)

@@ -300,7 +300,9 @@ def test_download_prints_the_folder(fakes: Fakes, tmp_path: Path) -> None:
     argv = ["download", f"--model-id={tmp_path / 'a.gguf'}", f"--model-cache={tmp_path / 'cache'}"]
     result = ended(*argv, env=fakes.environment())
     assert result.returncode == 0, result.stderr
-    folder = Path(result.stdout.splitlines()[-1])
+    # And nothing else, so that a script may say $(headrace download).
+    (line,) = result.stdout.splitlines()
+    folder = Path(line)
     assert folder.parent == tmp_path / "cache" and (folder / "config.json").exists()
 
 
