@@ -285,3 +285,79 @@ def test_a_tokenizer_whose_additions_are_unknown_is_left_whole() -> None:
     inner = tokenizers.Tokenizer(models.BPE(vocab={"b": 0}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert can_cut(inner) and Tokenizer(inner)._pieces is None
+
+
+def test_what_is_met_again_outlives_what_is_met_once(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20, max_kept_pieces=60)  # type: ignore[arg-type]
+    words = fresh_words()
+    often = " ".join(islice(words, 40))
+    encoder.encode(often, "")
+    for _ in range(50):
+        latest = " ".join(islice(words, 40))
+        encoder.encode(latest, "")
+        counting.texts.clear()
+        encoder.encode(often, "")
+        encoder.encode(latest, "")
+        assert not counting.texts
+
+
+def test_a_piece_that_a_text_repeats_is_tokenised_once(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=1)  # type: ignore[arg-type]
+    for salt in (None, ""):
+        counting.texts.clear()
+        encoder.encode("the cat sat" + " the cat sat" * 9, salt)
+        assert sorted(counting.texts) == [" cat", " sat", " the", "the"]
+
+
+def test_nothing_is_left_behind_without_a_salt(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    encoder.encode("the cat sat on the mat " * 9, None)
+    assert not encoder._kept
+
+
+def test_a_long_word_of_few_tokens_is_not_remembered(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    word = "the" * 20
+    assert len(word) > 40 >= len(encoder.encode(word, ""))
+    assert not encoder._kept
+
+
+def test_ids_may_be_large() -> None:
+    inner = tokenizers.Tokenizer(models.BPE(vocab={"a": 70_000, "\u0120": 2**31}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert can_cut(inner)
+    for _ in range(2):
+        assert PieceEncoder(inner, piece_chars=1).encode("a a", "") == [70_000, 2**31, 70_000]
+
+
+def test_the_tokenizer_keeps_salts_apart() -> None:
+    tokenizer = Tokenizer(byte_level_bpe())
+    assert tokenizer._pieces is not None
+    for salt in (None, "one", "two"):
+        tokenizer.encode_ids("the cat sat on the mat " * 100, False, salt)
+    assert {salt for salt, _ in tokenizer._pieces._kept} == {"one", "two"}
+
+
+def test_an_inverted_pattern_is_left_whole() -> None:
+    inner = byte_level_bpe()
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(PATTERNS[1]), "isolated", invert=True)
+    assert not can_cut(inner)
+
+
+PUBLISHED = {
+    "Llama 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "Qwen 2, Qwen 3": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "gpt-oss": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+}
+"""As in the tokenizer.json files of these models."""
+
+
+@pytest.mark.parametrize("pattern", PUBLISHED.values(), ids=PUBLISHED)
+def test_published_tokenizers_are_cut(pattern: str) -> None:
+    assert can_cut(byte_level_bpe(pattern))
