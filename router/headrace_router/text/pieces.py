@@ -15,6 +15,7 @@ import unicodedata
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import tokenizers
@@ -23,7 +24,7 @@ PIECE_CHARS = 512
 """Characters of a piece, or a few more: up to the next place where a cut is safe."""
 
 MAX_KEPT_PIECES = 4096
-"""Pieces that are remembered: two million characters, with their ids some 6 MB, or 35 MB at worst."""
+"""Pieces that are remembered: two million characters, with their ids some 6 MB, or 40 MB at worst."""
 
 # Between two words of plain letters. All patterns below end a match after a letter that a space follows, and
 # begin the next one with that space; they look neither back nor further ahead.
@@ -112,8 +113,8 @@ class PieceEncoder:
     def encode(self, text: str, salt: str | None) -> list[int]:
         """Ids of `text`, without tokens that the tokenizer would add.
 
-        What texts of another `salt` have left behind is not made use of: how long this takes tells nothing
-        about them. Without a salt nothing is made use of, or left behind.
+        Pieces that texts of another `salt` have left behind are not made use of. (The library keeps single
+        words it has met, whoever sent them.) Without a salt nothing is made use of, or left behind.
         """
         pieces = list(self._cut(text))
         found = {piece: ids for piece in pieces if (ids := self._recall(piece, salt)) is not None}
@@ -137,9 +138,11 @@ class PieceEncoder:
     def _recall(self, piece: str, salt: str | None) -> "array[int] | None":
         if salt is None:
             return None
-        ids = self._kept.pop((salt, piece), None)
+        ids = self._kept.get((salt, piece))
         if ids is not None:
-            self._kept[salt, piece] = ids  # behind all others, as the one that was met last
+            # Behind all others, as the one that was met last; another thread may have let go of it meanwhile.
+            with suppress(KeyError):
+                self._kept.move_to_end((salt, piece))
         return ids
 
     def _keep(self, piece: str, salt: str | None, ids: "array[int]") -> None:
