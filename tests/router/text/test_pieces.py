@@ -1,5 +1,7 @@
 """Texts in pieces have the tokens that they have as a whole; what was met before is not tokenised again."""
 
+from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count, islice
@@ -361,3 +363,20 @@ PUBLISHED = {
 @pytest.mark.parametrize("pattern", PUBLISHED.values(), ids=PUBLISHED)
 def test_published_tokenizers_are_cut(pattern: str) -> None:
     assert can_cut(byte_level_bpe(pattern))
+
+
+class Losing(OrderedDict[tuple[str, str], "array[int]"]):
+    """Another thread lets go of what was just looked up."""
+
+    def get(self, key: tuple[str, str], default: Any = None) -> Any:
+        return self.pop(key, default)
+
+
+def test_what_another_thread_lets_go_of_is_made_use_of_and_stays_gone(counting: Counting) -> None:
+    encoder = PieceEncoder(counting, piece_chars=20)  # type: ignore[arg-type]
+    text = "the cat sat on the mat " * 9
+    expected = encoder.encode(text, "")
+    encoder._kept = Losing(encoder._kept)
+    counting.texts.clear()
+    assert encoder.encode(text, "") == expected
+    assert not counting.texts and not encoder._kept
