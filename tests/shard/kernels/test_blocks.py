@@ -241,6 +241,19 @@ def test_no_team_loses_anything_in_thousands_of_meetings(
         assert_same_bits(team, alone)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_blocks_of_a_team_of_many_more_threads_than_cores(
+    dense: DenseKernels, set_threads: SetThreads, dtype: torch.dtype
+) -> None:
+    """What is claimed of a part counts in that part alone, in each of some hundred."""
+    set_threads(1)
+    alone, team = (begun(dense, dtype, num_layers=MAX_LAYERS) for _ in range(2))
+    expected = alone.run(STEP)
+    set_threads(64)
+    assert torch.equal(team.run(STEP), expected)
+    assert_same_bits(team, alone)
+
+
 @pytest.mark.parametrize(("num_rows", "num_results"), [(1, 7), (1, 700), (40, 7), (40, 700)])
 def test_products_of_a_team_larger_than_the_machine(
     dense: DenseKernels, set_threads: SetThreads, num_rows: int, num_results: int
